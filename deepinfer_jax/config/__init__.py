@@ -1,0 +1,1 @@
+"""What the model is and how to run it: the lowest package, which imports no JAX."""

@@ -1,0 +1,395 @@
+"""Engine arguments, and their merge with the environment into one frozen `EngineConfig`.
+
+An explicit argument beats the environment, and that beats the default. What would turn on a feature
+that is not in `environ.LANDED` is refused with NotImplementedError; unset is off until it is there.
+"""
+
+import dataclasses
+import enum
+import functools
+import os
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from deepinfer_jax.config import environ as variables
+
+DEFAULT = "default"
+ARGUMENT = "argument"
+SIZES = "derived from the other sizes"
+DEFAULT_MODEL_LEN = 4096  # tokens
+LOAD_FORMATS = ("auto", "dummy")
+_TABLE = variables.VARIABLES
+# Width of the streams under each numerics policy; `dtype` may only repeat it.
+DTYPES = {"float32": ("fp32_noqdq", "fp32"), "bfloat16": ("bf16", "q")}
+
+
+class EngineType(enum.Enum):
+    """What an engine does: everything, prompts only, or completions only."""
+
+    NORMAL = "NORMAL"
+    PROMPT = "PROMPT"
+    COMPLETION = "COMPLETION"
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineArgs:
+    """Arguments of an engine (spec: interface 6); None means not given.
+
+    Wrong types raise TypeError and values outside their range ValueError, naming the field.
+    `model` None is the embedded model. `batch_invariant`, `device`, `kernels` and `numerics` are
+    the variables of the same meaning. The mesh is (data parallel, context parallel).
+    """
+
+    model: str | os.PathLike[str] | None = None
+    served_model_name: str = "deepinfer-model"
+    tokenizer: str | os.PathLike[str] | None = None
+    trust_remote_code: bool = False
+    load_format: str = "auto"
+    seed: int | None = None
+    max_model_len: int | None = None
+    data_parallel_size: int = 0
+    context_parallel_size: int = 1
+    expert_parallel_size: int | None = None
+    engram_parallel_size: int = 0
+    engine_rank: int = 0
+    engine_group_rank: int = 0
+    gpu_memory_utilization: float = 0.9
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int = 256
+    disable_log_stats: bool = False
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    stop_preempted_request: bool = True
+    engine_type: EngineType = EngineType.NORMAL
+    chunked_prefill: bool = True
+    ignore_len: int = 128 * 2**20
+    tokens_per_block: int = -1
+    lookahead_tokens: int = 0
+    offline_inference: bool = False
+    mesh_shape: tuple[int, int] | None = None
+    device: str | None = None
+    num_kv_tokens: int | None = None
+    dtype: str | None = None
+    tensor_parallel_size: int = 1
+    numerics: str | None = None
+    kernels: str | None = None
+    batch_invariant: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "tokenizer"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        for name, (kind, minimum) in _CHECKS.items():
+            _check_field(name, getattr(self, name), kind, minimum)
+        _check_values(self)
+
+
+_OPTIONAL = frozenset(f.name for f in dataclasses.fields(EngineArgs) if f.default is None)
+# Field -> (type, least value or None).
+_CHECKS: dict[str, tuple[type, int | None]] = {
+    **dict.fromkeys(("model", "served_model_name", "tokenizer", "load_format"), (str, None)),
+    **dict.fromkeys(("revision", "tokenizer_revision", "dtype"), (str, None)),
+    **dict.fromkeys(("device", "numerics", "kernels"), (str, None)),
+    **dict.fromkeys(("trust_remote_code", "disable_log_stats", "chunked_prefill"), (bool, None)),
+    **dict.fromkeys(
+        ("stop_preempted_request", "offline_inference", "batch_invariant"), (bool, None)
+    ),
+    "engine_type": (EngineType, None),
+    "seed": (int, None),
+    "tokens_per_block": (int, -1),
+    **dict.fromkeys(("data_parallel_size", "engram_parallel_size"), (int, 0)),
+    **dict.fromkeys(("engine_rank", "engine_group_rank", "lookahead_tokens"), (int, 0)),
+    **dict.fromkeys(("context_parallel_size", "expert_parallel_size"), (int, 1)),
+    **dict.fromkeys(("tensor_parallel_size", "max_model_len", "max_num_seqs"), (int, 1)),
+    **dict.fromkeys(("max_num_batched_tokens", "ignore_len", "num_kv_tokens"), (int, 1)),
+}
+
+
+def _check_field(name: str, value: object, kind: type, minimum: int | None) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a {kind.__name__}")
+    if kind is str and not value:
+        raise ValueError(f"{name} is an empty string; give a value or leave {name} out")
+    if isinstance(value, int) and minimum is not None and value < minimum:
+        raise ValueError(f"{name}={value} is below {minimum}; raise {name}")
+
+
+def _check_values(args: EngineArgs) -> None:
+    share = args.gpu_memory_utilization
+    if isinstance(share, bool) or not isinstance(share, int | float):
+        raise TypeError(f"gpu_memory_utilization={share!r} is not a number; give a share of memory")
+    if not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization={share} is outside (0, 1]; give a share")
+    shape = args.mesh_shape
+    if shape is not None and not (
+        isinstance(shape, tuple)
+        and len(shape) == 2
+        and all(type(size) is int and size >= 1 for size in shape)
+    ):
+        raise ValueError(f"mesh_shape={shape!r} is not a pair of sizes >= 1; give (dp, cp)")
+    _check_choice("load_format", args.load_format, LOAD_FORMATS)
+    _check_choice("dtype", args.dtype, tuple(DTYPES))
+    for name, variable in _SHARED.items():
+        text = getattr(args, name)
+        if isinstance(text, str) and name != "model":
+            object.__setattr__(args, name, variables.parse_value(name, variable.form, text))
+    if args.trust_remote_code:
+        raise ValueError(
+            "trust_remote_code=True is refused: code from a model directory is never executed; "
+            "leave trust_remote_code out"
+        )
+    if args.tensor_parallel_size != 1:
+        raise ValueError(
+            f"tensor_parallel_size={args.tensor_parallel_size} is refused: attention is data "
+            "parallel and experts are expert parallel; leave tensor_parallel_size out"
+        )
+
+
+def _check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
+    if value is not None and value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+
+
+# Arguments that are variables too: field -> the variable that an explicit argument beats.
+_SHARED = {v.field: v for v in _TABLE.values() if v.field in EngineArgs.__dataclass_fields__}
+# Field -> (feature, values that do not need it).
+_NEEDS: dict[str, tuple[str, tuple[object, ...]]] = {
+    "served_model_name": ("engine", ("deepinfer-model",)),
+    "data_parallel_size": ("sharding", (0, 1)),
+    "context_parallel_size": ("sharding", (1,)),
+    "expert_parallel_size": ("sharding", (None, 1)),
+    "engram_parallel_size": ("sharding", (0, 1)),
+    "engine_rank": ("sharding", (0,)),
+    "engine_group_rank": ("sharding", (0,)),
+    "gpu_memory_utilization": ("engine", (0.9,)),
+    "engine_type": ("engine", (EngineType.NORMAL,)),
+    "ignore_len": ("engine", (128 * 2**20,)),
+    "tokens_per_block": ("engine", (-1,)),
+    "lookahead_tokens": ("engine", (0,)),
+    "mesh_shape": ("sharding", (None, (1, 1))),
+    "num_kv_tokens": ("engine", (None,)),
+    **{v.field: (v.lands_with, (None, *v.off_values)) for v in _SHARED.values()},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The one resolved configuration; configs with equal values are equal, whatever the sources.
+
+    None is resolved later: `model` is the embedded one, `numerics` is the checkpoint's, `dtype` is
+    that of `numerics`, `batch_invariant` is on for cpu and off elsewhere, `seed` differs for each
+    request, `num_kv_tokens` is what memory allows.
+    """
+
+    model: str | None
+    served_model_name: str
+    tokenizer: str | None
+    trust_remote_code: bool
+    load_format: str
+    seed: int | None
+    max_model_len: int
+    data_parallel_size: int
+    context_parallel_size: int
+    expert_parallel_size: int
+    engram_parallel_size: int
+    engine_rank: int
+    engine_group_rank: int
+    gpu_memory_utilization: float
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    disable_log_stats: bool
+    revision: str | None
+    tokenizer_revision: str | None
+    stop_preempted_request: bool
+    engine_type: EngineType
+    chunked_prefill: bool
+    ignore_len: int
+    tokens_per_block: int
+    lookahead_tokens: int
+    offline_inference: bool
+    mesh_shape: tuple[int, int]
+    device: str
+    num_kv_tokens: int | None
+    dtype: str | None
+    tensor_parallel_size: int
+    numerics: str | None
+    kernels: str
+    batch_invariant: bool | None
+    jit_cache_dir: str | None
+    engram_pad_token: int
+    enforce_eager: bool
+    num_draft_tokens: int
+    max_backtracking_tokens: int
+    # (variable, value) of those variables that have no field of their own yet.
+    others: tuple[tuple[str, variables.Value], ...]
+    # (field or variable, source) in the order of `describe`.
+    sources: tuple[tuple[str, str], ...] = dataclasses.field(compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        cp, dp = self.context_parallel_size, self.data_parallel_size
+        if self.mesh_shape != (dp, cp):
+            raise ValueError(
+                f"mesh_shape={self.mesh_shape} contradicts data_parallel_size={dp} and "
+                f"context_parallel_size={cp}; give one of the two"
+            )
+        if self.expert_parallel_size != dp * cp:
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} is not "
+                f"data_parallel_size * context_parallel_size = {dp * cp}; leave it out"
+            )
+        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
+                f"max_model_len={self.max_model_len}; raise it or set chunked_prefill=True"
+            )
+        if self.dtype and self.numerics and self.numerics not in DTYPES[self.dtype]:
+            raise ValueError(
+                f"dtype={self.dtype!r} contradicts numerics={self.numerics!r}; leave dtype out or "
+                f"choose numerics from {', '.join(DTYPES[self.dtype])}"
+            )
+
+    def value(self, name: str) -> Any:
+        """The value of a field, or of a `DEEPINFER_*` variable that has none."""
+        return dict(self.others)[name] if name in dict(self.others) else getattr(self, name)
+
+    def source(self, name: str) -> str:
+        """Where the value of a field or variable came from."""
+        return dict(self.sources)[name]
+
+    def describe(self) -> str:
+        """A table of every field and variable: name, value, source."""
+        rows = [(name, _show(self.value(name)), source) for name, source in self.sources]
+        rows.insert(0, ("field", "value", "source"))
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(f"{n:<{widths[0]}}  {v:<{widths[1]}}  {s}" for n, v, s in rows)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, enum.Enum):
+        return value.name
+    return "unset" if value is None else "(empty)" if value == "" else str(value)
+
+
+def resolve(
+    args: EngineArgs, environ: Mapping[str, str] = variables.PROCESS_ENVIRON
+) -> EngineConfig:
+    """The configuration of `args` under `environ`, every value with its source.
+
+    Raises ValueError for a malformed variable or contradictory values, NotImplementedError for what
+    needs a missing feature. Warns once about each unknown or ineffective variable.
+    """
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    for name, (feature, accepted) in _NEEDS.items():
+        _require(name, given[name], feature, accepted)
+    beaten = {name for name in _SHARED if given[name] is not None}
+    found = _resolve_variables(environ, beaten)
+    values: dict[str, Any] = {_TABLE[name].field: value for name, (value, _) in found.items()}
+    sources = {_TABLE[name].field: source for name, (_, source) in found.items()}
+    for field in dataclasses.fields(args):
+        if field.name in _SHARED and field.name not in beaten:
+            continue
+        values[field.name] = given[field.name]
+        sources[field.name] = DEFAULT if given[field.name] == field.default else ARGUMENT
+    _derive(values, sources)
+    names = [f.name for f in dataclasses.fields(EngineConfig) if f.name in values]
+    others = [name for name in found if _TABLE[name].field not in names]
+    return EngineConfig(
+        **{name: values[name] for name in names},
+        others=tuple((name, found[name][0]) for name in others),
+        sources=(
+            *((name, sources[name]) for name in names),
+            *((name, found[name][1]) for name in others),
+        ),
+    )
+
+
+def _resolve_variables(
+    environ: Mapping[str, str], beaten: Collection[str]
+) -> dict[str, tuple[variables.Value, str]]:
+    """(value, source) by variable; those of a `beaten` field may name a missing feature."""
+    for name in environ:
+        if name.startswith(variables.PREFIX) and name not in _TABLE:
+            _warn_once(f"{name} is not a variable of deepinfer_jax{variables.closest_name(name)}")
+    found = {
+        variable.name: _resolve_variable(variable, environ, variable.field in beaten)
+        for variable in _TABLE.values()
+    }
+    for variable in _TABLE.values():
+        if variable.derive is not None:
+            other, function = variable.derive
+            own, source = found[variable.name]
+            value = function(own, found[other][0])
+            found[variable.name] = value, source if value == own else f"derived from {other}"
+    return found
+
+
+def _resolve_variable(
+    variable: variables.Variable, environ: Mapping[str, str], is_beaten: bool
+) -> tuple[variables.Value, str]:
+    name, default = variable.name, variable.default_value
+    has_feature = variable.kind in ("N", "-")
+    if name not in environ:
+        if has_feature or variable.lands_with in variables.LANDED or default in variable.off_values:
+            return default, DEFAULT
+        return variable.off_values[0], f"derived: {variable.lands_with} has not landed"
+    value = variables.read_variable(variable, environ)
+    if variable.kind == "N" and value != default:
+        _warn_once(f"{name}={value} is accepted and has no effect in deepinfer_jax")
+    if variable.kind == "-" and value != default:
+        raise ValueError(f"{name}={value} is read only by DeepInfer's own kernel tests; unset it")
+    if not has_feature and not is_beaten:
+        _require(name, value, variable.lands_with, variable.off_values)
+    return value, f"environment variable {name}"
+
+
+def _require(label: str, value: object, feature: str, accepted: tuple[object, ...]) -> None:
+    if feature in variables.LANDED or value in accepted:
+        return
+    allowed = ", ".join(_show(each) for each in accepted)
+    raise NotImplementedError(
+        f"{label}={_show(value)} needs {feature}, which has not landed in this version; "
+        f"allowed now: {allowed}; change or unset {label}"
+    )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def _derive(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Fills in what None and 0 stand for (spec: interface 6)."""
+
+    def fill(name: str, value: object, source: str) -> None:
+        values[name], sources[name] = value, source
+
+    if values["tokenizer"] is None and values["model"] is not None:
+        fill("tokenizer", values["model"], "derived from model")
+    model_len = values["max_model_len"] or DEFAULT_MODEL_LEN
+    if values["max_model_len"] is None:
+        fill("max_model_len", model_len, DEFAULT)
+    if values["max_num_batched_tokens"] is None:
+        rows = values["max_num_seqs"] * (1 + values["num_draft_tokens"])
+        tokens = max(model_len, DEFAULT_MODEL_LEN, rows)
+        fill("max_num_batched_tokens", tokens, "derived from max_model_len and max_num_seqs")
+    shape, cp = values["mesh_shape"], values["context_parallel_size"]
+    if shape is not None and sources["context_parallel_size"] == DEFAULT:
+        cp = shape[1]
+        fill("context_parallel_size", cp, "derived from mesh_shape")
+    if values["data_parallel_size"] == 0:
+        dp = shape[0] if shape is not None else max(1, (values["expert_parallel_size"] or 1) // cp)
+        fill("data_parallel_size", dp, SIZES)
+    ranks = values["data_parallel_size"] * cp
+    if shape is None:
+        fill("mesh_shape", (values["data_parallel_size"], cp), SIZES)
+    if values["expert_parallel_size"] is None:
+        fill("expert_parallel_size", ranks, SIZES)
+    if values["engram_parallel_size"] == 0:
+        fill("engram_parallel_size", ranks, SIZES)
+    if values["dtype"] == "float32" and values["numerics"] is None:
+        fill("numerics", "fp32", "derived from dtype")
+    if "engine" not in variables.LANDED and not values["disable_log_stats"]:
+        fill("disable_log_stats", True, "derived: engine has not landed")

@@ -1,0 +1,89 @@
+"""How the network is computed: the static argument of every step."""
+
+import dataclasses
+from typing import Literal, get_args
+
+import ml_dtypes
+import numpy as np
+
+from deepinfer_jax.config.model import ModelConfig
+
+NumericsName = Literal["fp32_noqdq", "fp32", "bf16", "q"]
+KernelChoice = str  # "auto", "reference", or the name of one implementation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """A numerics policy: which roundings of the specification are applied (fixtures: modes)."""
+
+    name: NumericsName
+    rounds_activations: bool  # bf16 at every rounding point, else float32 throughout
+    quantizes_caches: bool  # FP8 window, FP4 main KV and index K
+    quantizes_activations: bool  # FP8 activations in front of quantised linears
+
+
+NUMERICS: dict[str, Numerics] = {
+    "fp32_noqdq": Numerics(
+        name="fp32_noqdq", rounds_activations=False, quantizes_caches=False, quantizes_activations=False
+    ),
+    "fp32": Numerics(name="fp32", rounds_activations=False, quantizes_caches=True, quantizes_activations=False),
+    "bf16": Numerics(name="bf16", rounds_activations=True, quantizes_caches=True, quantizes_activations=False),
+    "q": Numerics(name="q", rounds_activations=True, quantizes_caches=True, quantizes_activations=True),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Everything a step needs to know that is not an array. Hashable: it is a static argument of `jax.jit`.
+
+    Raises ValueError for impossible combinations, naming the fields.
+    """
+
+    model: ModelConfig
+    numerics: NumericsName = "q"
+    page_tokens: int = 64  # tokens that one page holds; ratio-2 caches keep half as many entries
+    rollback_tokens: int = 6  # rows that a step may write and later reject
+    row_tile: int = 8  # rows of one product tile: fixed, so that a row's bits do not depend on the batch
+    is_invariant: bool = True  # False: products see all rows at once (faster on GPUs, not bit-stable)
+    kernels: KernelChoice = "auto"
+    target: str = "cpu"  # what the step is built for; never read from the attached devices
+
+    def __post_init__(self) -> None:
+        if self.numerics not in get_args(NumericsName):
+            raise ValueError(f"numerics={self.numerics!r} is unknown; choose one of {get_args(NumericsName)}")
+        if self.page_tokens <= 0 or self.page_tokens % 2:
+            raise ValueError(f"page_tokens={self.page_tokens} must be positive and even (ratio-2 groups)")
+        if self.rollback_tokens < 1:
+            raise ValueError(f"rollback_tokens={self.rollback_tokens} must be at least 1")
+        if self.row_tile not in (8, 16, 32):
+            raise ValueError(f"row_tile={self.row_tile} must be 8, 16 or 32")
+
+    @property
+    def policy(self) -> Numerics:
+        """The numerics policy that `numerics` names."""
+        return NUMERICS[self.numerics]
+
+    @property
+    def product_tile(self) -> int | None:
+        """Rows of one product tile, None where a product sees all rows at once."""
+        return self.row_tile if self.is_invariant else None
+
+    @property
+    def activation_dtype(self) -> np.dtype:
+        """Dtype of streams and activations between ops."""
+        return np.dtype(ml_dtypes.bfloat16 if self.policy.rounds_activations else np.float32)
+
+    @property
+    def ring_len(self) -> int:
+        """Rows of a window ring: the window and every row that may be rolled back (spec: backbone 9.2)."""
+        return self.model.sliding_window + self.rollback_tokens
+
+    @property
+    def tail_len(self) -> int:
+        """Rows of the compressor tails: one open row and every row that may be rolled back."""
+        return self.rollback_tokens + 2
+
+    @property
+    def history_len(self) -> int:
+        """Token ids kept for Engram: its look-back and every row that may be rolled back."""
+        return self.model.engram_max_ngram_size - 1 + self.rollback_tokens + 1

@@ -1,0 +1,1 @@
+"""Running the network: compiled steps, the pipeline that owns the state, and the front ends."""

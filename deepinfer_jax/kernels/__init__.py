@@ -1,0 +1,1 @@
+"""Accelerated versions of single ops; each has the signature and the bits of its reference."""

@@ -1,0 +1,1 @@
+"""The network as pure functions over parameters, device state and a batch."""

@@ -1,0 +1,96 @@
+"""What one step computes: rows at positions of slots."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from deepinfer_jax.ops import paged
+from deepinfer_jax.pytree import pytree_dataclass
+
+
+@pytree_dataclass
+class StepBatch:
+    """Rows of one step; prefill chunks, decode rows and verify rows differ in these numbers only.
+
+    Rows of one request are adjacent and at consecutive positions. -1 means padding in every index array.
+    """
+
+    tokens: Int[Array, " T"]  # token ids
+    positions: Int[Array, " T"]  # absolute, 0 is the first token of the request
+    slots: Int[Array, " T"]  # the request's state row; -1 for a padding row
+    page_table: Int[Array, "S M"]  # page of each request's tokens m * page_tokens and following
+    logit_rows: Int[Array, " N"]  # rows of this batch whose logits are wanted; -1 for a padding row
+
+
+@pytree_dataclass
+class Rows:
+    """Facts about the rows of a step that every layer needs, derived once from the batch."""
+
+    positions: Int[Array, " T"]
+    slots: Int[Array, " T"]
+    is_live: Bool[Array, " T"]
+    first_row: Int[Array, " T"]  # index of the first row of the same request in this step
+    first_position: Int[Array, " T"]  # its position
+    num_after: Int[Array, " T"]  # rows of the same request that follow in this step
+    page_table: Int[Array, "S M"]
+
+
+def make_batch(
+    tokens: list[list[int]],
+    starts: list[int],
+    slots: list[int],
+    page_table: Int[np.ndarray | Array, "S M"],
+    *,
+    logits: str = "last",
+) -> StepBatch:
+    """A batch of one chunk for each request: its tokens, from its start position on, in its slot.
+
+    logits: "last" for the last row of each chunk, "all" for every row. A notebook's way to build a step.
+    """
+    if logits not in ("last", "all"):
+        raise ValueError(f"logits={logits!r} is unknown; choose 'last' or 'all'")
+    if not len(tokens) == len(starts) == len(slots):
+        raise ValueError(f"{len(tokens)} chunks, {len(starts)} starts and {len(slots)} slots must be equally many")
+    if len(set(slots)) != len(slots):
+        raise ValueError(f"slots={slots} names one slot twice; a step holds one chunk for each request")
+    lengths = [len(chunk) for chunk in tokens]
+    if min(lengths, default=0) == 0:
+        raise ValueError("every chunk needs at least one token")
+    ends = np.cumsum(lengths)
+    return StepBatch(
+        tokens=jnp.asarray(np.concatenate([np.asarray(c, np.int32) for c in tokens])),
+        positions=jnp.asarray(np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, lengths)])),
+        slots=jnp.asarray(np.repeat(np.asarray(slots, np.int32), lengths)),
+        page_table=jnp.asarray(page_table, jnp.int32),
+        logit_rows=jnp.arange(ends[-1], dtype=jnp.int32) if logits == "all" else jnp.asarray(ends - 1, jnp.int32),
+    )
+
+
+def pad_rows(batch: StepBatch, *, multiple: int) -> StepBatch:
+    """The batch with padding rows up to a multiple of `multiple`."""
+    missing = -batch.tokens.shape[0] % multiple
+
+    def pad(array: Int[Array, " T"], value: int) -> Int[Array, " U"]:
+        return jnp.pad(array, (0, missing), constant_values=value)
+
+    return StepBatch(
+        tokens=pad(batch.tokens, 0),
+        positions=pad(batch.positions, 0),
+        slots=pad(batch.slots, -1),
+        page_table=batch.page_table,
+        logit_rows=batch.logit_rows,
+    )
+
+
+def derive_rows(batch: StepBatch) -> Rows:
+    """The row facts of a batch."""
+    first_row = paged.first_rows(batch.slots)
+    return Rows(
+        positions=batch.positions,
+        slots=batch.slots,
+        is_live=batch.slots >= 0,
+        first_row=first_row,
+        first_position=batch.positions[first_row],
+        num_after=paged.rows_after(batch.slots),
+        page_table=batch.page_table,
+    )

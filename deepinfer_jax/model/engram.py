@@ -1,0 +1,100 @@
+"""Engram at the entry of a layer: hash, look-up, projection, gate (spec: engram)."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.roles import LayerRole
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.model.batch import Rows
+from deepinfer_jax.model.params import EngramParams
+from deepinfer_jax.model.state import State
+from deepinfer_jax.ops import engram as engram_math
+from deepinfer_jax.ops.linear import linear
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
+from deepinfer_jax.text.engram_vocab import EngramConstants, engram_constants
+
+
+@functools.cache
+def constants_of(config: ModelConfig) -> EngramConstants:
+    """Primes, offsets and multipliers of a model's Engram layers."""
+    return engram_constants(
+        layer_ids=config.engram_layer_ids,
+        max_ngram=config.engram_max_ngram_size,
+        num_heads=config.engram_n_heads,
+        vocab_base=config.engram_vocab_size,
+        compressed_vocab_size=config.engram_compressed_vocab_size,
+    )
+
+
+def token_context(
+    token_map: Int[Array, " V"], state: State, tokens: Int[Array, " T"], rows: Rows, *, config: RuntimeConfig
+) -> tuple[Int[Array, "T M"], Bool[Array, "T M"], State]:
+    """Compressed ids of each row and of the tokens before it, which of them exist, and the state with this step's ids.
+
+    Older tokens come from this step's rows where they are here, else from the request's history ring.
+    """
+    compressed = token_map[tokens]
+    index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    slots = jnp.maximum(rows.slots, 0)
+    columns, exists = [], []
+    for back in range(config.model.engram_max_ngram_size):
+        position = rows.positions - back
+        kept = state.history[slots, jnp.maximum(position, 0) % config.history_len]
+        is_here = index - back >= rows.first_row
+        columns.append(jnp.where(is_here, compressed[jnp.maximum(index - back, 0)], kept))
+        exists.append(position >= 0)
+    is_kept = rows.is_live & (rows.num_after < config.history_len)
+    slot = jnp.where(is_kept, rows.slots, state.history.shape[0])
+    history = state.history.at[slot, rows.positions % config.history_len].set(compressed, mode="drop")
+    return jnp.stack(columns, axis=1), jnp.stack(exists, axis=1), dataclasses.replace(state, history=history)
+
+
+def table_rows(
+    token_map: Int[Array, " V"],
+    context: Int[Array, "T M"],
+    exists: Bool[Array, "T M"],
+    *,
+    ordinal: int,
+    config: ModelConfig,
+) -> Int[Array, "T N"]:
+    """Rows of one Engram layer's table for each row of the step."""
+    constants = constants_of(config)
+    return engram_math.hash_rows(
+        context,
+        exists,
+        multipliers=constants.multipliers[ordinal],
+        primes=constants.primes[ordinal],
+        pad=token_map[config.engram_pad_token_id],
+    )
+
+
+def engram(
+    params: EngramParams,
+    streams: Float[Array, "T C D"],
+    hashed: Int[Array, "T N"],
+    is_text: Bool[Array, " T"],
+    *,
+    role: LayerRole,
+    config: RuntimeConfig,
+) -> Float[Array, "T C D"]:
+    """The streams with the looked-up memory mixed in."""
+    ordinal, model = role.engram_ordinal, config.model
+    table = params.embed[ordinal]
+    found = ScaledArray(
+        payload=table.payload[hashed], scale=None if table.scale is None else table.scale[hashed], block=table.block
+    )
+    memory = dequantize(found, streams.dtype).reshape(hashed.shape[0], -1)
+    memory = fp8_roundtrip(memory) if config.policy.quantizes_activations else memory
+    wkv = ScaledArray(
+        payload=params.wkv.payload[ordinal],
+        scale=None if params.wkv.scale is None else params.wkv.scale[ordinal],
+        block=params.wkv.block,
+    )
+    projected = linear(memory, wkv, tile=config.product_tile)
+    keys = projected[:, : model.hc_mult * model.hidden_size].reshape(streams.shape)
+    value = projected[:, model.hc_mult * model.hidden_size :]
+    return engram_math.gate(streams, keys, value, params.q_weight[ordinal], params.k_weight[ordinal], is_text)

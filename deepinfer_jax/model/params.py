@@ -1,0 +1,351 @@
+"""The parameter tree, its schema, and seeded random parameters of any shape."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.roles import sources_of_ratio
+from deepinfer_jax.ops.quant import FP8_GROUP, ScaledArray
+from deepinfer_jax.pytree import pytree_dataclass
+
+Storage = Literal["fp8", "fp4", "fp8_rows", "bf16", "f32", "int32"]
+WEIGHT_BLOCK = 32
+
+
+@pytree_dataclass
+class AttentionParams:
+    """Query, window KV and output projections; leading axis: layers."""
+
+    wq_a: ScaledArray
+    q_norm: Float[Array, "N Q"]
+    wq_b: ScaledArray
+    wkv: ScaledArray
+    kv_norm: Float[Array, "N L"]
+    attn_sink: Float[Array, "N H"]
+    wo_a: ScaledArray
+    wo_b: ScaledArray
+
+
+@pytree_dataclass
+class CompressorParams:
+    """Main KV compressors; leading axis: KV sources (wgate: ratio-2 sources only)."""
+
+    wkv: Float[Array, "N L D"]
+    wgate: Float[Array, "M L D"]
+    norm: Float[Array, "N L"]
+
+
+@pytree_dataclass
+class IndexerParams:
+    """Index queries (leading axis: index sources) and index keys (leading axis: KV sources)."""
+
+    wq_b: ScaledArray
+    weights_proj: Float[Array, "N I D"]
+    wk: Float[Array, "M K L"]
+    k_norm: Float[Array, "M K"]
+
+
+@pytree_dataclass
+class HyperParams:
+    """mHC projections of one kind of sublayer; leading axis: layers."""
+
+    fn: Float[Array, "N M C*D"]
+    scale: Float[Array, "N three"]
+    base: Float[Array, "N M"]
+
+
+@pytree_dataclass
+class ExpertParams:
+    """The three matrices of experts; leading axes: layers, and experts for the routed ones."""
+
+    w1: ScaledArray
+    w2: ScaledArray
+    w3: ScaledArray
+
+
+@pytree_dataclass
+class MoeParams:
+    """Router, routed and shared experts; leading axis: layers."""
+
+    gate: Float[Array, "N E D"]
+    bias: Float[Array, "N E"]
+    bias_vl: Float[Array, "N E"]
+    experts: ExpertParams
+    shared: ExpertParams
+
+
+@pytree_dataclass
+class EngramParams:
+    """Tables (one for each Engram layer, unequal lengths) and projections (leading axis: Engram layers)."""
+
+    embed: tuple[ScaledArray, ...]
+    wkv: ScaledArray
+    q_weight: Float[Array, "N C D"]
+    k_weight: Float[Array, "N C D"]
+    token_map: Int[Array, " V"]  # compressed id of each token id; built from the tokenizer, not from the checkpoint
+
+
+@pytree_dataclass
+class Params:
+    """Everything the text backbone reads."""
+
+    embed: Float[Array, "V D"]
+    head: Float[Array, "V D"]
+    norm: Float[Array, " D"]
+    attn_norm: Float[Array, "N D"]
+    ffn_norm: Float[Array, "N D"]
+    attention: AttentionParams
+    compressor: CompressorParams
+    indexer: IndexerParams
+    hc_attn: HyperParams
+    hc_ffn: HyperParams
+    moe: MoeParams
+    engram: EngramParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafSpec:
+    """One leaf of the tree: its path, how it is stored, and what its axes mean.
+
+    shape: the logical shape; `axes` names each axis for sharding. stack: the layer ids stacked in the first axis,
+    None where the leaf belongs to the model as a whole. The last two axes of a weight are [out, in].
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    storage: Storage
+    axes: tuple[str, ...]
+    stack: tuple[int, ...] | None = None
+
+    @property
+    def payload_shape(self) -> tuple[int, ...]:
+        """Shape of the stored values; two FP4 values share a byte."""
+        return (*self.shape[:-1], self.shape[-1] // 2) if self.storage == "fp4" else self.shape
+
+    @property
+    def scale_shape(self) -> tuple[int, ...] | None:
+        """Shape of the scales, None for unscaled storage."""
+        if self.storage not in ("fp8", "fp4", "fp8_rows"):
+            return None
+        rows = -(-self.shape[-2] // WEIGHT_BLOCK) if self.storage == "fp8" else self.shape[-2]
+        return (*self.shape[:-2], rows, self.shape[-1] // FP8_GROUP)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the payload."""
+        return np.dtype(_PAYLOAD_DTYPES[self.storage])
+
+    @property
+    def num_parameters(self) -> int:
+        """Logical values, scales not counted."""
+        return int(np.prod(self.shape))
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes, scales included."""
+        scale = int(np.prod(self.scale_shape)) if self.scale_shape is not None else 0
+        return int(np.prod(self.payload_shape)) * self.dtype.itemsize + scale
+
+    def leaf(self, make: Callable[[str, tuple[int, ...], np.dtype], Any]) -> Any:
+        """The leaf with arrays from `make(part, shape, dtype)`; part is "payload" or "scale"."""
+        payload = make("payload", self.payload_shape, self.dtype)
+        if self.scale_shape is None:
+            return payload
+        block = (WEIGHT_BLOCK, WEIGHT_BLOCK) if self.storage == "fp8" else (1, FP8_GROUP)
+        scale = make("scale", self.scale_shape, np.dtype(ml_dtypes.float8_e8m0fnu))
+        return ScaledArray(payload=payload, scale=scale, block=block)
+
+
+_PAYLOAD_DTYPES: dict[str, Any] = {
+    "fp8": ml_dtypes.float8_e4m3fn,
+    "fp4": np.uint8,
+    "fp8_rows": ml_dtypes.float8_e4m3fn,
+    "bf16": ml_dtypes.bfloat16,
+    "f32": np.float32,
+    "int32": np.int32,
+}
+
+
+@functools.cache
+def schema(config: ModelConfig) -> tuple[LeafSpec, ...]:
+    """Every leaf of `Params` for this shape (spec: backbone 1.3)."""
+    c = config
+    layers = tuple(range(c.num_hidden_layers))
+    kv, index, pairs = c.kv_source_layer_ids, c.index_source_layer_ids, sources_of_ratio(c, 2)
+    d, inner, heads, width = c.hidden_size, c.moe_intermediate_size, c.num_attention_heads, c.head_dim
+    streams, mixes = c.hc_mult, c.hc_mult * (2 + c.hc_mult)
+    out_rank, group = c.o_groups * c.o_lora_rank, heads // c.o_groups * width
+
+    def one(path: str, storage: Storage, *shape: int, axes: tuple[str, ...]) -> LeafSpec:
+        return LeafSpec(path=path, shape=shape, storage=storage, axes=axes)
+
+    def stacked(path: str, storage: Storage, ids: tuple[int, ...], *shape: int, axes: tuple[str, ...]) -> LeafSpec:
+        return LeafSpec(path=path, shape=(len(ids), *shape), storage=storage, axes=("layer", *axes), stack=ids)
+
+    def mlp(path: str, storage: Storage, *lead: int, axes: tuple[str, ...]) -> list[LeafSpec]:
+        up, down = (*lead, inner, d), (*lead, d, inner)
+        return [
+            stacked(f"{path}.w1", storage, layers, *up, axes=(*axes, "inner", "hidden")),
+            stacked(f"{path}.w2", storage, layers, *down, axes=(*axes, "hidden", "inner")),
+            stacked(f"{path}.w3", storage, layers, *up, axes=(*axes, "inner", "hidden")),
+        ]
+
+    tables = [
+        one(f"engram.embed.{i}", "fp8_rows", rows, c.engram_head_dim, axes=("engram_row", "engram_width"))
+        for i, rows in enumerate(c.engram_num_embeddings)
+    ]
+    return (
+        one("embed", "bf16", c.vocab_size, d, axes=("vocab", "hidden")),
+        one("head", "bf16", c.vocab_size, d, axes=("vocab", "hidden")),
+        one("norm", "bf16", d, axes=("hidden",)),
+        stacked("attn_norm", "bf16", layers, d, axes=("hidden",)),
+        stacked("ffn_norm", "bf16", layers, d, axes=("hidden",)),
+        stacked("attention.wq_a", "fp8", layers, c.q_lora_rank, d, axes=("latent", "hidden")),
+        stacked("attention.q_norm", "bf16", layers, c.q_lora_rank, axes=("latent",)),
+        stacked("attention.wq_b", "fp8", layers, heads * width, c.q_lora_rank, axes=("head", "latent")),
+        stacked("attention.wkv", "fp8", layers, width, d, axes=("latent", "hidden")),
+        stacked("attention.kv_norm", "bf16", layers, width, axes=("latent",)),
+        stacked("attention.attn_sink", "f32", layers, heads, axes=("head",)),
+        stacked("attention.wo_a", "fp8", layers, out_rank, group, axes=("latent", "head")),
+        stacked("attention.wo_b", "fp8", layers, d, out_rank, axes=("hidden", "latent")),
+        stacked("compressor.wkv", "bf16", kv, width, d, axes=("latent", "hidden")),
+        stacked("compressor.wgate", "bf16", pairs, width, d, axes=("latent", "hidden")),
+        stacked("compressor.norm", "bf16", kv, width, axes=("latent",)),
+        stacked("indexer.wq_b", "fp8", index, c.index_n_heads * c.index_head_dim, c.q_lora_rank, axes=("head", "latent")),
+        stacked("indexer.weights_proj", "bf16", index, c.index_n_heads, d, axes=("head", "hidden")),
+        stacked("indexer.wk", "bf16", kv, c.index_head_dim, width, axes=("latent", "latent")),
+        stacked("indexer.k_norm", "bf16", kv, c.index_head_dim, axes=("latent",)),
+        *(
+            stacked(f"{kind}.{name}", "f32", layers, *shape, axes=axes)
+            for kind in ("hc_attn", "hc_ffn")
+            for name, shape, axes in (
+                ("fn", (mixes, streams * d), ("mix", "hidden")),
+                ("scale", (3,), ("mix",)),
+                ("base", (mixes,), ("mix",)),
+            )
+        ),
+        stacked("moe.gate", "bf16", layers, c.n_routed_experts, d, axes=("router", "hidden")),
+        stacked("moe.bias", "f32", layers, c.n_routed_experts, axes=("router",)),
+        stacked("moe.bias_vl", "f32", layers, c.n_routed_experts, axes=("router",)),
+        *mlp("moe.experts", "fp4", c.n_routed_experts, axes=("expert",)),
+        *mlp("moe.shared", "fp8", axes=()),
+        *tables,
+        stacked(
+            "engram.wkv",
+            "fp8",
+            c.engram_layer_ids,
+            (streams + 1) * d,
+            c.engram_columns * c.engram_head_dim,
+            axes=("hidden", "engram_width"),
+        ),
+        stacked("engram.q_weight", "bf16", c.engram_layer_ids, streams, d, axes=("stream", "hidden")),
+        stacked("engram.k_weight", "bf16", c.engram_layer_ids, streams, d, axes=("stream", "hidden")),
+        one("engram.token_map", "int32", c.vocab_size, axes=("vocab",)),
+    )
+
+
+def build_params(leaves: Mapping[str, Any], config: ModelConfig) -> Params:
+    """The tree from one value for each path of the schema (arrays, shape structs, shardings)."""
+
+    def part[C](cls: type[C], prefix: str, **given: Any) -> C:
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in given]  # type: ignore[arg-type]
+        return _unchecked(cls, {name: leaves[f"{prefix}{name}"] for name in names} | given)
+
+    return part(
+        Params,
+        "",
+        attention=part(AttentionParams, "attention."),
+        compressor=part(CompressorParams, "compressor."),
+        indexer=part(IndexerParams, "indexer."),
+        hc_attn=part(HyperParams, "hc_attn."),
+        hc_ffn=part(HyperParams, "hc_ffn."),
+        moe=part(
+            MoeParams,
+            "moe.",
+            experts=part(ExpertParams, "moe.experts."),
+            shared=part(ExpertParams, "moe.shared."),
+        ),
+        engram=part(
+            EngramParams,
+            "engram.",
+            embed=tuple(leaves[f"engram.embed.{i}"] for i in range(len(config.engram_layer_ids))),
+        ),
+    )
+
+
+def _unchecked[C](cls: type[C], values: dict[str, Any]) -> C:
+    """An instance filled without `__init__`, so that shape structs and shardings may stand for arrays."""
+    node = object.__new__(cls)
+    node.__dict__.update(values)
+    return node
+
+
+def leaf_at(params: Params, path: str) -> Any:
+    """The leaf that a schema path names."""
+
+    def step(node: Any, name: str) -> Any:
+        return node[int(name)] if name.isdigit() else getattr(node, name)
+
+    return functools.reduce(step, path.split("."), params)
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """The tree with shape structs for arrays: nothing is allocated."""
+    leaves = {s.path: s.leaf(lambda _, shape, dtype: jax.ShapeDtypeStruct(shape, dtype)) for s in schema(config)}
+    return build_params(leaves, config)
+
+
+def layer_slice[T](tree: T, ordinal: int) -> T:
+    """One layer of stacked parameters."""
+    return jax.tree.map(operator.itemgetter(ordinal), tree)
+
+
+def init_params(config: ModelConfig, *, seed: int) -> Params:
+    """Seeded random parameters in the released storage formats; equal seeds give equal bits on every machine.
+
+    Scales follow the input width of each matrix, so that activations stay of order one in any shape. The Engram
+    token map folds ids onto the compressed vocabulary, since no tokenizer is involved.
+    """
+    leaves: dict[str, Any] = {}
+    for number, spec in enumerate(schema(config)):
+        rng = np.random.default_rng([seed, number])
+        if spec.path == "engram.token_map":
+            leaves[spec.path] = jnp.arange(config.vocab_size, dtype=jnp.int32) % config.engram_compressed_vocab_size
+        else:
+            leaves[spec.path] = spec.leaf(functools.partial(_random_part, rng, spec))
+    return build_params(leaves, config)
+
+
+def _random_part(rng: np.random.Generator, spec: LeafSpec, part: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    if part == "scale":
+        # A power of two that brings codes of order one to a standard deviation near 1 / sqrt(input width).
+        fan_in = spec.shape[-1]
+        code_size = {"fp8": 1.0, "fp4": 2.5, "fp8_rows": 1.0 / np.sqrt(fan_in)}[spec.storage]
+        exponent = int(np.round(np.log2(1.0 / (np.sqrt(fan_in) * code_size))))
+        return jnp.full(shape, 2.0**exponent, dtype)
+    if spec.storage == "fp4":
+        return jnp.asarray(rng.integers(0, 256, shape, dtype=np.uint8))
+    name = spec.path.rsplit(".", 1)[-1]
+    values = rng.standard_normal(shape, dtype=np.float32)
+    if name.endswith("norm") or name in ("q_weight", "k_weight"):
+        values = 1.0 + 0.1 * values
+    elif name == "scale":
+        values = 0.5 + 0.1 * values
+    elif name in ("base", "bias", "bias_vl"):
+        values = 0.1 * values
+    elif name == "embed" or spec.storage in ("fp8", "fp8_rows"):
+        pass
+    elif name == "head":
+        values = values * np.float32(2.0 / np.sqrt(shape[-1]))
+    elif name != "attn_sink":
+        values = values / np.float32(np.sqrt(shape[-1]))
+    return jnp.asarray(values.astype(dtype))

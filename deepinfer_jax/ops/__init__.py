@@ -1,0 +1,1 @@
+"""Reference mathematics in plain jax.numpy, one file per term of the specification."""

@@ -1,0 +1,120 @@
+"""Router and experts (spec: backbone 6)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from deepinfer_jax.ops.invariant import ordered_sum, round_to
+from deepinfer_jax.ops.linear import linear, linear_f32
+from deepinfer_jax.ops.quant import ScaledArray, fp8_roundtrip
+
+ROUTER_EPS = 1e-20
+
+
+def router_scores(u: Float[Array, "T D"], weight: ScaledArray | Array, *, tile: int | None) -> Float32[Array, "T E"]:
+    """Unbiased score of every expert: sqrt(softplus(logit)), all in float32."""
+    return jnp.sqrt(jax.nn.softplus(linear_f32(u, weight, tile=tile)))
+
+
+def choose_experts(
+    scores: Float32[Array, "T E"], bias: Float32[Array, "*T E"], *, count: int
+) -> Int[Array, "T A"]:
+    """Ids of the `count` experts with the largest biased score, best first; the lower id wins a tie."""
+    return lax.top_k(scores + jnp.broadcast_to(bias, scores.shape), count)[1].astype(jnp.int32)
+
+
+def expert_weights(
+    scores: Float32[Array, "T E"], expert_ids: Int[Array, "T A"], *, scaling: float
+) -> Float32[Array, "T A"]:
+    """Unbiased scores of the chosen experts, normalised to a sum of `scaling`."""
+    chosen = jnp.take_along_axis(scores, expert_ids, axis=1)
+    total = ordered_sum([chosen[:, i] for i in range(chosen.shape[1])])
+    return chosen / (total[:, None] + ROUTER_EPS) * scaling
+
+
+def swiglu(
+    gate: Float[Array, "T N"], up: Float[Array, "T N"], weight: Float32[Array, " T"] | None, *, limit: float
+) -> Float[Array, "T N"]:
+    """silu(min(gate, limit)) * clip(up, +-limit) in float32, times the routing weight, rounded to gate.dtype."""
+    a = jnp.minimum(gate.astype(jnp.float32), limit)
+    b = jnp.clip(up.astype(jnp.float32), -limit, limit)
+    value = jax.nn.silu(a) * b
+    if weight is not None:
+        value = value * weight[:, None]
+    return round_to(value, gate.dtype)
+
+
+def expert(
+    u: Float[Array, "T D"],
+    w1: ScaledArray,
+    w2: ScaledArray,
+    w3: ScaledArray,
+    weight: Float32[Array, " T"] | None,
+    *,
+    limit: float,
+    quantizes: bool,
+    tile: int | None,
+) -> Float[Array, "T D"]:
+    """One expert on rows u (already quantised if `quantizes`); the routing weight is applied before w2."""
+    inner = swiglu(linear(u, w1, tile=tile), linear(u, w3, tile=tile), weight, limit=limit)
+    return linear(fp8_roundtrip(inner) if quantizes else inner, w2, tile=tile)
+
+
+def routed_experts(
+    u: Float[Array, "T D"],
+    expert_ids: Int[Array, "T A"],
+    weights: Float32[Array, "T A"],
+    is_live: Bool[Array, " T"],
+    apply: Callable[[Int[Array, ""], Float[Array, "B D"], Float32[Array, " B"]], Float[Array, "B D"]],
+    *,
+    num_experts: int,
+    tile: int,
+) -> Float[Array, "T A D"]:
+    """Expert outputs for each row and choice; rows that are not live give zeros and cost nothing.
+
+    `apply(expert, rows, weights)` computes one tile of rows with one expert. Pairs (row, choice) are grouped by
+    expert and every group is padded to whole tiles, so the bits of a pair never depend on the other pairs; tiles
+    beyond the last one are skipped.
+    """
+    rows, per_row = expert_ids.shape
+    num_pairs = rows * per_row
+    num_tiles = min(num_pairs, num_pairs // tile + min(num_experts, num_pairs))
+    pair_expert = jnp.where(is_live[:, None], expert_ids, num_experts).reshape(-1)
+    counts = jnp.sum(pair_expert[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, :], axis=0, dtype=jnp.int32)
+    tiles_of = -(-counts // tile)
+    tile_ends = jnp.cumsum(tiles_of, dtype=jnp.int32)
+    order = jnp.argsort(pair_expert, stable=True)
+    group_starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    # Where each pair goes: the first tile of its expert, then its rank among the expert's pairs.
+    sorted_expert = jnp.minimum(pair_expert[order], num_experts - 1)
+    rank = jnp.arange(num_pairs, dtype=jnp.int32) - group_starts[sorted_expert]
+    place = (tile_ends - tiles_of)[sorted_expert] * tile + rank
+    place = jnp.where(pair_expert[order] < num_experts, place, num_tiles * tile)
+    places = jnp.zeros(num_pairs, jnp.int32).at[order].set(place)
+    pair_at = jnp.full(num_tiles * tile, num_pairs, jnp.int32).at[place].set(order, mode="drop")
+    tile_expert = jnp.searchsorted(tile_ends, jnp.arange(num_tiles, dtype=jnp.int32), side="right")
+
+    flat_weights = weights.reshape(-1)
+
+    def one_tile(index: Array) -> Float[Array, "B D"]:
+        pairs = lax.dynamic_slice_in_dim(pair_at, index * tile, tile)
+        x = u.at[pairs // per_row].get(mode="fill", fill_value=0)
+        w = flat_weights.at[pairs].get(mode="fill", fill_value=0)
+        return apply(jnp.minimum(tile_expert[index], num_experts - 1).astype(jnp.int32), x, w)
+
+    def step(carry: None, index: Array) -> tuple[None, Float[Array, "B D"]]:
+        empty = jnp.zeros((tile, u.shape[1]), u.dtype)
+        return carry, lax.cond(index < tile_ends[-1], one_tile, lambda _: empty, index)
+
+    _, outputs = lax.scan(step, None, jnp.arange(num_tiles, dtype=jnp.int32))
+    outputs = outputs.reshape(num_tiles * tile, u.shape[1])
+    return outputs.at[places].get(mode="fill", fill_value=0).reshape(rows, per_row, u.shape[1])
+
+
+def combine(routed: Float[Array, "T A D"], shared: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    """The routed outputs added in slot order and the shared output last, in float32, rounded once."""
+    terms = [routed[:, a].astype(jnp.float32) for a in range(routed.shape[1])]
+    return round_to(ordered_sum([*terms, shared.astype(jnp.float32)]), shared.dtype)

@@ -1,0 +1,76 @@
+"""Index arithmetic of pages and rings (spec: backbone 4.4, 4.8, 9)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from deepinfer_jax.ops.quant import ScaledArray
+
+
+def num_visible(positions: Int[Array, " T"], *, ratio: int) -> Int[Array, " T"]:
+    """Compressed entries that a query at this position may see: floor((t + 1) / ratio)."""
+    return (positions + 1) // ratio
+
+
+def first_rows(slots: Int[Array, " T"]) -> Int[Array, " T"]:
+    """For each row, the index of the first row of its request in this step; a request's rows are adjacent."""
+    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    starts = slots != jnp.concatenate([jnp.full((1,), -2, slots.dtype), slots[:-1]])
+    return jax.lax.cummax(jnp.where(starts, index, 0))
+
+
+def rows_after(slots: Int[Array, " T"]) -> Int[Array, " T"]:
+    """For each row, how many rows of the same request follow it in this step."""
+    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    ends = slots != jnp.concatenate([slots[1:], jnp.full((1,), -2, slots.dtype)])
+    last = jax.lax.cummin(jnp.where(ends, index, slots.shape[0]), reverse=True)
+    return last - index
+
+
+def entry_place(
+    entries: Int[Array, "B N"], pages: Int[Array, "B M"], *, page_entries: int
+) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
+    """Page and offset of each entry of a request; page -1 where the entry is negative or has no page."""
+    column = entries // page_entries
+    is_inside = (entries >= 0) & (column < pages.shape[1])
+    page = jnp.take_along_axis(pages, jnp.where(is_inside, column, 0), axis=1)
+    return jnp.where(is_inside, page, -1), jnp.where(is_inside, entries % page_entries, 0)
+
+
+def take_rows(cache: ScaledArray, *index: int | Int[Array, "..."]) -> ScaledArray:
+    """Rows of a packed cache by its leading axes; a negative index gives a row of zeros."""
+    arrays = [i for i in index if not isinstance(i, int)]
+    exists = jnp.stack(jnp.broadcast_arrays(*[a >= 0 for a in arrays])).all(axis=0)
+
+    def take(array: Array) -> Array:
+        rows = array[tuple(i if isinstance(i, int) else jnp.maximum(i, 0) for i in index)]
+        return jnp.where(exists[..., None], rows, jnp.zeros((), rows.dtype))
+
+    return ScaledArray(
+        payload=take(cache.payload), scale=None if cache.scale is None else take(cache.scale), block=cache.block
+    )
+
+
+def put_rows(cache: ScaledArray, rows: ScaledArray, *index: int | Int[Array, " T"]) -> ScaledArray:
+    """The cache with rows written at its leading axes; a row with a negative index is dropped.
+
+    No two kept rows may have the same place.
+    """
+    arrays = [i for i in index if not isinstance(i, int)]
+    is_kept = jnp.stack([a >= 0 for a in arrays]).all(axis=0)
+    limit = jnp.iinfo(jnp.int32).max
+    place = tuple(i if isinstance(i, int) else jnp.where(is_kept, i, limit) for i in index)
+
+    def put(array: Array, values: Array) -> Array:
+        return array.at[place].set(values, mode="drop", unique_indices=False)
+
+    scale = None if cache.scale is None or rows.scale is None else put(cache.scale, rows.scale)
+    return ScaledArray(payload=put(cache.payload, rows.payload), scale=scale, block=cache.block)
+
+
+def select_rows(condition: Bool[Array, "..."], a: ScaledArray, b: ScaledArray) -> ScaledArray:
+    """Row by row `a` where the condition holds, else `b`."""
+    scale = None
+    if a.scale is not None and b.scale is not None:
+        scale = jnp.where(condition[..., None], a.scale, b.scale)
+    return ScaledArray(payload=jnp.where(condition[..., None], a.payload, b.payload), scale=scale, block=a.block)

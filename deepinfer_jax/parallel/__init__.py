@@ -1,0 +1,1 @@
+"""The device mesh and everything that crosses it."""

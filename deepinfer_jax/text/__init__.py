@@ -1,0 +1,1 @@
+"""Strings and token ids: tokenizer, chat prompts, incremental decoding, Engram's token map."""

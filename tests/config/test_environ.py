@@ -1,0 +1,287 @@
+import re
+import tempfile
+
+import pytest
+
+from deepinfer_jax.config import environ
+
+GIB = 2**30
+# Name -> (type, default, kind) as interface.md sections 10 and 10b list them, in their order.
+SPECIFIED = {
+    "DEEPINFER_ACCELERATOR": ("choice", "auto", "K"),
+    "DEEPINFER_COMPUTE_SUM_SMALLER_PROBS": ("bool", False, "K"),
+    "DEEPINFER_JIT_CACHE_DIR": ("str", None, "K"),
+    "DEEPINFER_NCCL_NUM_SMS": ("int", 32, "N"),
+    "DEEPINFER_USERBUFFER_COMM_SMS": ("int", 0, "N"),
+    "DEEPINFER_GLOO_TIMEOUT": ("int", 14400, "K"),
+    "DEEPINFER_REARRANGE_P2P_GROUPS": ("int", 1, "N"),
+    "DEEPINFER_OVERRIDE_NUM_EXTRA_EXPERTS": ("int", 0, "K"),
+    "DEEPINFER_EXPERT_COUNT_WINDOW_SIZE": ("int", 100, "K"),
+    "DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL": ("int", 0, "K"),
+    "DEEPINFER_REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE": ("bool", False, "K"),
+    "DEEPINFER_MOE_LB_STAT_INTERVAL": ("int", 128, "K"),
+    "DEEPINFER_FORCE_IMBALANCE_RATIO": ("float", 0.0, "K"),
+    "DEEPINFER_FORCE_LOAD_BALANCE": ("bool", False, "K"),
+    "DEEPINFER_SHOW_EPLB_DETAIL": ("bool", False, "K"),
+    "DEEPINFER_PREFILL_MAX_SUM_SEQLEN_K": ("int", 2**30, "K"),
+    "DEEPINFER_INDEX_ATTN_MEMORY_LIMIT": ("bytes", 10 * GIB, "K"),
+    "DEEPINFER_USE_NEXTN_DECODE": ("int", 5, "K"),
+    "DEEPINFER_ENABLE_MTP_VARLEN": ("bool", False, "K"),
+    "DEEPINFER_MAX_BACKTRACKING_TOKENS": ("int", 6, "K"),
+    "DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE": ("float or list", 1.0, "K"),
+    "DEEPINFER_ENGRAM_PAD_TOKEN": ("int", 2, "K"),
+    "DEEPINFER_ENGRAM_FORCE_GPU_STORAGE": ("bool", False, "K"),
+    "DEEPINFER_SAMPLER_FORCE_TOPK": ("int", 0, "K"),
+    "DEEPINFER_DECODE_TOKEN_BLACKLIST": ("str", "", "K"),
+    "DEEPINFER_ENFORCE_EAGER": ("bool", False, "K"),
+    "DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL": ("int", 8, "K"),
+    "DEEPINFER_DFLASH_ENFORCE_EAGER": ("bool", False, "K"),
+    "DEEPINFER_DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL": ("int", 8, "K"),
+    "DEEPINFER_DECODE_PERF_CACHE_DIR": ("str", None, "K"),
+    "DEEPINFER_DECODE_PERF_CACHE_TTL_SEC": ("int", 3600, "K"),
+    "DEEPINFER_NUM_STATE_SLOTS_RATIO": ("float", 1.2, "K"),
+    "DEEPINFER_PREFILL_STORE_EXTRA_STATE": ("bool", False, "K"),
+    "DEEPINFER_PREFILL_STORE_EXTRA_SIZE": ("int", 128, "K"),
+    "DEEPINFER_XGRAMMAR_DEBUG": ("bool", False, "K"),
+    "DEEPINFER_XGRAMMAR_TIMEOUT": ("int", 20, "K"),
+    "DEEPINFER_XGRAMMAR_DISABLE_CACHE": ("bool", False, "K"),
+    "DEEPINFER_XGRAMMAR_CACHE_LIMIT_BYTES": ("int", 10 * GIB, "K"),
+    "DEEPINFER_SO_BUILDER_CPUS": ("int", 4, "K"),
+    "DEEPINFER_PREFILL_ATTEMPT_INTERVAL": ("int", 70, "K"),
+    "DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL": ("int", 100, "K"),
+    "DEEPINFER_ZERO_OVERHEAD_SCHEDULING": ("bool", False, "K"),
+    "DEEPINFER_LOGGING_INTERVAL_STEP": ("int", 100, "K"),
+    "DEEPINFER_NCCL_MEMORY_SAMPLE_INTERVAL_STEPS": ("int", 1000, "N"),
+    "DEEPINFER_RINGBUFFER_WARNING_INTERVAL": ("int", 60, "N"),
+    "DEEPINFER_GC_INTERVAL_STEP": ("int", 1000, "K"),
+    "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": ("choice", "off", "K"),
+    "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": ("int", 0, "K"),
+    "DEEPINFER_BATCH_INVARIANT": ("bool", None, "K"),
+    "DEEPINFER_DISABLE_SYNC_GUARD": ("bool", False, "K"),
+    "DEEPINFER_PROFILE_TORCH_CUDA_MEMORY": ("str", None, "A"),
+    "DEEPINFER_ENABLE_MEMORY_TRACING": ("bool", False, "A"),
+    "DEEPINFER_PROFILE_HTTP_ENABLE": ("bool", False, "K"),
+    "DEEPINFER_PROFILE_HTTP_PORT_BASE": ("int", 6070, "K"),
+    "DEEPINFER_TORCH_PROFILER_DIR": ("str", tempfile.gettempdir(), "A"),
+    "DEEPINFER_USE_MULTIMODAL_POOL": ("bool", False, "N"),
+    "DEEPINFER_MULTIMODAL_POOL_SIZE_GB": ("int", 8, "N"),
+    "DEEPINFER_MULTI_MODAL_BUFFER_SIZE": ("int", 512, "K"),
+    "DEEPINFER_MULTI_MODAL_WORKER_TIMEOUT": ("float", 1800.0, "K"),
+    # Read elsewhere in the original.
+    "DEEPINFER_HF_MODEL_DIR": ("str", None, "K"),
+    "DEEPINFER_CPP_LOG_LEVEL": ("str", None, "N"),
+    "DEEPINFER_FUSED_SAMPLE_STRESS_TEST": ("int", 1, "-"),
+    "DEEPINFER_FUSED_SAMPLE_DETAIL_LOG": ("str", None, "-"),
+    # Our own.
+    "DEEPINFER_JAX_KERNELS": ("choice", "auto", "K"),
+    "DEEPINFER_JAX_NUMERICS": ("choice", None, "K"),
+    "DEEPINFER_JAX_PREFIX_CACHE": ("choice", "exact", "K"),
+    "DEEPINFER_JAX_SPEC_MODE": ("choice", "match", "K"),
+    "DEEPINFER_JAX_GRAMMAR_WHITESPACE": ("int", 8, "K"),
+    "DEEPINFER_JAX_ASCEND_SIM": ("bool", False, "K"),
+    "DEEPINFER_JAX_ASCEND_LIBDIR": ("str", None, "K"),
+    "DEEPINFER_JAX_ASCEND_ACCEPT_VERSION": ("str", None, "K"),
+    "DEEPINFER_JAX_ASCEND_SYNC_TIMEOUT_MS": ("int", 600000, "K"),
+    "DEEPINFER_JAX_ASCEND_BLOCKING": ("bool", False, "K"),
+    "DEEPINFER_JAX_ASCEND_DETERMINISM": ("int", None, "K"),
+    "DEEPINFER_JAX_SIM_FAULTS": ("str", None, "K"),
+}
+
+
+def read(name: str, text: str) -> environ.Value:
+    return getattr(environ.Envs({name: text}), name)
+
+
+def test_table_has_the_59_variables_the_4_others_and_our_12_in_order():
+    assert list(environ.VARIABLES) == list(SPECIFIED)
+    assert len(SPECIFIED) == 59 + 4 + 12
+
+
+@pytest.mark.parametrize("name", SPECIFIED)
+def test_unset_variable_has_the_specified_type_default_and_kind(name):
+    kind, default, effect = SPECIFIED[name]
+    variable = environ.VARIABLES[name]
+    value = getattr(environ.Envs({}), name)
+    assert (variable.form.kind, value, variable.kind) == (kind, default, effect)
+    assert type(value) is type(default)
+
+
+@pytest.mark.parametrize("name", SPECIFIED)
+def test_default_written_out_reads_as_the_default(name):
+    variable = environ.VARIABLES[name]
+    if variable.default_value is not None:
+        assert read(name, str(variable.default_value)) == SPECIFIED[name][1]
+
+
+def test_variables_have_distinct_fields_and_a_known_feature():
+    fields = [variable.field for variable in environ.VARIABLES.values()]
+    assert len(set(fields)) == len(fields)
+    features = {"model", "kernels", "engine", "sampling", "speculation"}
+    features |= {"sharding", "vision", "Ascend"}
+    for variable in environ.VARIABLES.values():
+        assert variable.lands_with in (features if variable.kind in "KA" else {""})
+        assert variable.doc
+
+
+def test_landed_features_are_those_of_this_version():
+    assert frozenset({"model"}) == environ.LANDED
+
+
+@pytest.mark.parametrize("text", ["1", "true", "TRUE", "on", "On", "yes", "YES", " 1 "])
+def test_bool_words_for_true_in_any_case(text):
+    assert read("DEEPINFER_BATCH_INVARIANT", text) is True
+
+
+@pytest.mark.parametrize("text", ["0", "false", "FALSE", "off", "Off", "no", "NO"])
+def test_bool_words_for_false_in_any_case(text):
+    assert read("DEEPINFER_BATCH_INVARIANT", text) is False
+
+
+@pytest.mark.parametrize(
+    "name, text, value",
+    [
+        ("DEEPINFER_GC_INTERVAL_STEP", "+7", 7),
+        ("DEEPINFER_XGRAMMAR_CACHE_LIMIT_BYTES", "-1", -1),
+        ("DEEPINFER_FORCE_IMBALANCE_RATIO", "2.5", 2.5),
+        ("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", "4096", 4096),
+        ("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", "3 GiB", 3 * GIB),
+        ("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", "2kib", 2048),
+        ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "0.5", 0.5),
+        ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1, 0.5,2", (1.0, 0.5, 2.0)),
+        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "0..3,7,10..12", "0..3,7,10..12"),
+        ("DEEPINFER_JAX_KERNELS", "mosaic_sm90", "mosaic_sm90"),
+        ("DEEPINFER_HF_MODEL_DIR", "", None),
+        ("DEEPINFER_TORCH_PROFILER_DIR", "", tempfile.gettempdir()),
+        ("DEEPINFER_HF_MODEL_DIR", "/a b", "/a b"),
+        ("DEEPINFER_MAX_BACKTRACKING_TOKENS", "9", 9),
+    ],
+)
+def test_well_formed_text_gives_the_typed_value(name, text, value):
+    got = read(name, text)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    "name, text, reason, allowed",
+    [
+        ("DEEPINFER_BATCH_INVARIANT", "2", "not a bool", "0, 1, true, false, on, off, yes, no"),
+        ("DEEPINFER_BATCH_INVARIANT", "", "not a bool", "0, 1, true, false, on, off, yes, no"),
+        ("DEEPINFER_GC_INTERVAL_STEP", "many", "not an integer", "int >= 1"),
+        ("DEEPINFER_GC_INTERVAL_STEP", "1.5", "not an integer", "int >= 1"),
+        ("DEEPINFER_PREFILL_ATTEMPT_INTERVAL", "0", "out of bounds", "int >= 1"),
+        ("DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL", "0", "out of bounds", "int >= 1"),
+        ("DEEPINFER_MOE_LB_STAT_INTERVAL", "0", "out of bounds", "int >= 1"),
+        ("DEEPINFER_NCCL_MEMORY_SAMPLE_INTERVAL_STEPS", "0", "out of bounds", "int >= 1"),
+        ("DEEPINFER_USE_NEXTN_DECODE", "-1", "out of bounds", "int >= 0"),
+        ("DEEPINFER_PROFILE_HTTP_PORT_BASE", "65536", "out of bounds", "int in 1..65535"),
+        ("DEEPINFER_JAX_ASCEND_DETERMINISM", "4", "out of bounds", "int in 0..3"),
+        ("DEEPINFER_NUM_STATE_SLOTS_RATIO", "0.9", "out of bounds", "float >= 1.0"),
+        ("DEEPINFER_MULTI_MODAL_WORKER_TIMEOUT", "nan", "not finite", "float >= 0.0"),
+        ("DEEPINFER_MULTI_MODAL_WORKER_TIMEOUT", "long", "not a number", "float >= 0.0"),
+        ("DEEPINFER_FORCE_IMBALANCE_RATIO", "0.5", "neither 0 nor at least 1", "a number >= 1"),
+        ("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", "10GB", "not a byte count", "KiB, MiB or GiB"),
+        ("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", "0", "not a byte count", "an integer >= 1"),
+        ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "on", "not one of", "off, mask, compact"),
+        ("DEEPINFER_ACCELERATOR", "tpu", "not one of", "auto, cpu, nvidia, ascend"),
+        ("DEEPINFER_JAX_NUMERICS", "fp16", "not one of", "fp32_noqdq, fp32, bf16, q"),
+        ("DEEPINFER_JAX_PREFIX_CACHE", "on", "not one of", "off, exact, replay"),
+        ("DEEPINFER_JAX_SPEC_MODE", "fast", "not one of", "match, rejection, block"),
+        ("DEEPINFER_JAX_KERNELS", "Mosaic-1", "not an implementation name", "auto, reference"),
+        ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1,,2", "not a number", "numbers above 0"),
+        ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1,0", "0.0 is not above 0", "numbers"),
+        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "3..1", "'3..1' does not rise", "rising"),
+        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "1,1", "'1' does not rise", "rising"),
+        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "0..3,3", "'3' does not rise", "rising"),
+        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "1,", "'' is neither an id nor a range", "rising"),
+        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "-1", "'-1' is neither an id nor", "rising"),
+        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "1-3", "'1-3' is neither an id nor", "rising"),
+        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "0..2147483648", "above 2147483647", "rising"),
+    ],
+)
+def test_malformed_text_is_refused_with_name_text_reason_and_allowed(name, text, reason, allowed):
+    with pytest.raises(ValueError) as caught:
+        read(name, text)
+    message = str(caught.value)
+    assert message.startswith(f"{name}={text!r} is refused: ")
+    assert reason in message
+    assert allowed in message.split("; allowed: ")[1]
+    assert message.endswith("; correct or unset it")
+
+
+def test_token_ranges_hold_both_ends():
+    assert environ.token_ranges("0..3,7, 10..12") == (range(4), range(7, 8), range(10, 13))
+    assert environ.token_ranges("") == ()
+
+
+def test_backtracking_covers_the_drafts_and_one_more():
+    drafts, own = "DEEPINFER_USE_NEXTN_DECODE", "DEEPINFER_MAX_BACKTRACKING_TOKENS"
+    cases = [({drafts: "0"}, 1), ({drafts: "7"}, 8), ({own: "3"}, 6), ({own: "20"}, 20)]
+    for given, expected in cases:
+        assert getattr(environ.Envs(given), own) == expected
+
+
+def test_value_is_fixed_at_first_use_until_rearmed():
+    given = {"DEEPINFER_GC_INTERVAL_STEP": "5", "DEEPINFER_XGRAMMAR_TIMEOUT": "6"}
+    envs = environ.Envs(given)
+    assert (envs.DEEPINFER_GC_INTERVAL_STEP, envs.DEEPINFER_XGRAMMAR_TIMEOUT) == (5, 6)
+    given.update(DEEPINFER_GC_INTERVAL_STEP="50", DEEPINFER_XGRAMMAR_TIMEOUT="60")
+    assert (envs.DEEPINFER_GC_INTERVAL_STEP, envs.DEEPINFER_XGRAMMAR_TIMEOUT) == (5, 6)
+    envs.rearm("DEEPINFER_GC_INTERVAL_STEP")
+    assert (envs.DEEPINFER_GC_INTERVAL_STEP, envs.DEEPINFER_XGRAMMAR_TIMEOUT) == (50, 6)
+    envs.rearm_all()
+    assert (envs.DEEPINFER_GC_INTERVAL_STEP, envs.DEEPINFER_XGRAMMAR_TIMEOUT) == (50, 60)
+
+
+def test_malformed_value_is_read_again_after_it_is_corrected():
+    given = {"DEEPINFER_GC_INTERVAL_STEP": "x"}
+    envs = environ.Envs(given)
+    with pytest.raises(ValueError, match="DEEPINFER_GC_INTERVAL_STEP"):
+        _ = envs.DEEPINFER_GC_INTERVAL_STEP
+    given["DEEPINFER_GC_INTERVAL_STEP"] = "3"
+    assert envs.DEEPINFER_GC_INTERVAL_STEP == 3
+
+
+def test_envs_reads_the_process_environment(monkeypatch):
+    monkeypatch.setenv("DEEPINFER_SO_BUILDER_CPUS", "3")
+    environ.envs.rearm("DEEPINFER_SO_BUILDER_CPUS")
+    assert environ.envs.DEEPINFER_SO_BUILDER_CPUS == 3
+    environ.envs.rearm("DEEPINFER_SO_BUILDER_CPUS")
+
+
+def test_unknown_name_is_refused_with_the_closest():
+    envs = environ.Envs({})
+    with pytest.raises(AttributeError, match="did you mean DEEPINFER_BATCH_INVARIANT"):
+        _ = envs.DEEPINFER_BATCH_INVARIENT
+    with pytest.raises(ValueError, match="did you mean DEEPINFER_ENFORCE_EAGER"):
+        envs.rearm("DEEPINFER_ENFORCE_EAGAR")
+    with pytest.raises(AttributeError, match="^envs has no variable UNLIKE_ANYTHING$"):
+        _ = envs.UNLIKE_ANYTHING
+
+
+def test_values_cannot_be_assigned_and_are_listed():
+    envs = environ.Envs({})
+    with pytest.raises(AttributeError):
+        envs.DEEPINFER_BATCH_INVARIANT = True  # pyright: ignore[reportAttributeAccessIssue]
+    assert set(SPECIFIED) <= set(dir(envs))
+
+
+def test_markdown_table_has_a_row_for_each_variable_with_default_and_status():
+    lines = environ.markdown_table().splitlines()
+    assert lines[:2] == [
+        "| Variable | Type | Default | Meaning | Status |",
+        "|---|---|---|---|---|",
+    ]
+    assert [re.match(r"\| `(\w+)` \|", line)[1] for line in lines[2:]] == list(SPECIFIED)  # pyright: ignore[reportOptionalSubscript]
+    assert all(line.count("|") == 6 for line in lines)
+    rows = {line.split("`")[1]: line for line in lines[2:]}
+    expected = {
+        "DEEPINFER_ENFORCE_EAGER": "| bool | `0` | no decode buckets compiled ahead | works |",
+        "DEEPINFER_NCCL_NUM_SMS": "| int | `32` | SMs for NCCL | accepted, no effect |",
+        "DEEPINFER_FUSED_SAMPLE_DETAIL_LOG": "| str | unset | a DeepInfer test | refused |",
+        "DEEPINFER_USE_NEXTN_DECODE": "| lands with speculation (now: 0) |",
+        "DEEPINFER_JAX_KERNELS": "| lands with kernels (now: auto, reference) |",
+        "DEEPINFER_SAMPLER_FORCE_TOPK": "| lands with sampling |",
+    }
+    for name, end in expected.items():
+        assert rows[name].endswith(end), rows[name]
