@@ -92,9 +92,7 @@ _CHECKS: dict[str, tuple[type, int | None]] = {
     **dict.fromkeys(("revision", "tokenizer_revision", "dtype"), (str, None)),
     **dict.fromkeys(("device", "numerics", "kernels"), (str, None)),
     **dict.fromkeys(("trust_remote_code", "disable_log_stats", "chunked_prefill"), (bool, None)),
-    **dict.fromkeys(
-        ("stop_preempted_request", "offline_inference", "batch_invariant"), (bool, None)
-    ),
+    **dict.fromkeys(("stop_preempted_request", "offline_inference", "batch_invariant"), (bool, None)),
     "engine_type": (EngineType, None),
     "seed": (int, None),
     "tokens_per_block": (int, -1),
@@ -110,7 +108,7 @@ def _check_field(name: str, value: object, kind: type, minimum: int | None) -> N
     if value is None and name in _OPTIONAL:
         return
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a {kind.__name__}")
+        raise TypeError(f"{name}={value!r} is of type {type(value).__name__}; give one of type {kind.__name__}")
     if kind is str and not value:
         raise ValueError(f"{name} is an empty string; give a value or leave {name} out")
     if isinstance(value, int) and minimum is not None and value < minimum:
@@ -125,9 +123,7 @@ def _check_values(args: EngineArgs) -> None:
         raise ValueError(f"gpu_memory_utilization={share} is outside (0, 1]; give a share")
     shape = args.mesh_shape
     if shape is not None and not (
-        isinstance(shape, tuple)
-        and len(shape) == 2
-        and all(type(size) is int and size >= 1 for size in shape)
+        isinstance(shape, tuple) and len(shape) == 2 and all(type(size) is int and size >= 1 for size in shape)
     ):
         raise ValueError(f"mesh_shape={shape!r} is not a pair of sizes >= 1; give (dp, cp)")
     _check_choice("load_format", args.load_format, LOAD_FORMATS)
@@ -273,9 +269,7 @@ def _show(value: object) -> str:
     return "unset" if value is None else "(empty)" if value == "" else str(value)
 
 
-def resolve(
-    args: EngineArgs, environ: Mapping[str, str] = variables.PROCESS_ENVIRON
-) -> EngineConfig:
+def resolve(args: EngineArgs, environ: Mapping[str, str] = variables.PROCESS_ENVIRON) -> EngineConfig:
     """The configuration of `args` under `environ`, every value with its source.
 
     Raises ValueError for a malformed variable or contradictory values, NotImplementedError for what
@@ -306,16 +300,13 @@ def resolve(
     )
 
 
-def _resolve_variables(
-    environ: Mapping[str, str], beaten: Collection[str]
-) -> dict[str, tuple[variables.Value, str]]:
+def _resolve_variables(environ: Mapping[str, str], beaten: Collection[str]) -> dict[str, tuple[variables.Value, str]]:
     """(value, source) by variable; those of a `beaten` field may name a missing feature."""
     for name in environ:
         if name.startswith(variables.PREFIX) and name not in _TABLE:
             _warn_once(f"{name} is not a variable of deepinfer_jax{variables.closest_name(name)}")
     found = {
-        variable.name: _resolve_variable(variable, environ, variable.field in beaten)
-        for variable in _TABLE.values()
+        variable.name: _resolve_variable(variable, environ, variable.field in beaten) for variable in _TABLE.values()
     }
     for variable in _TABLE.values():
         if variable.derive is not None:

@@ -26,6 +26,7 @@ DEVICES = ("auto", "cpu", "nvidia", "ascend")
 MAX_TOKEN_ID = 2**31 - 1
 GIB = 2**30
 
+Real = int | float
 Value = bool | int | float | str | tuple[float, ...] | None
 
 
@@ -72,9 +73,7 @@ def _parse_float(text: str) -> float:
     return value
 
 
-def _bounded(
-    kind: str, read: Callable[[str], int | float], low: int | float, high: int | float = math.inf
-) -> Form:
+def _bounded(kind: str, read: Callable[[str], Real], low: Real, high: Real = math.inf) -> Form:
     def parse(text: str) -> Value:
         value = read(text)
         if not low <= value <= high:
@@ -147,9 +146,7 @@ BYTES = Form("bytes", "an integer >= 1, with KiB, MiB or GiB after it if wanted"
 KERNELS = Form("choice", "auto, reference, or the name of an implementation", _parse_kernels)
 IMBALANCE = Form("float", "0 (off) or a number >= 1", _parse_imbalance)
 TEMPERATURES = Form("float or list", "numbers above 0, commas between them", _parse_temperatures)
-RANGES = Form(
-    "str", "rising ids and ranges, as in 0..3,7", lambda text: text if token_ranges(text) else ""
-)
+RANGES = Form("str", "rising ids and ranges, as in 0..3,7", lambda text: text if token_ranges(text) else "")
 ANY_INT = Form("int", "an integer", _parse_int)
 COUNT, STEPS = _bounded("int", _parse_int, 0), _bounded("int", _parse_int, 1)
 PORT = _bounded("int", _parse_int, 1, 65535)

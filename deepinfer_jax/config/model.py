@@ -350,9 +350,7 @@ def _check_attention(c: ModelConfig) -> None:
     for name in ("head_dim", "index_head_dim"):
         width = getattr(c, name)
         _require(width % 32 == 0, f"{name}={width} is not a multiple of 32, the scale group of the caches")
-        _require(
-            c.qk_rope_head_dim <= width, f"qk_rope_head_dim={c.qk_rope_head_dim} is larger than {name}={width}"
-        )
+        _require(c.qk_rope_head_dim <= width, f"qk_rope_head_dim={c.qk_rope_head_dim} is larger than {name}={width}")
     _require(c.qk_rope_head_dim % 2 == 0, f"qk_rope_head_dim={c.qk_rope_head_dim} must be even")
     group_width = c.num_attention_heads // c.o_groups * c.head_dim
     for name, width in (
@@ -383,7 +381,8 @@ def _check_sources(c: ModelConfig) -> None:
         _require(len(ids) > 0, f"{name} is empty; the first layer with a ratio above 0 must be a source")
         _require(list(ids) == sorted(set(ids)), f"{name}={list(ids)} must rise strictly")
         _require(
-            0 <= ids[0] and ids[-1] < layers, f"{name}={list(ids)} has an id outside 0..num_hidden_layers-1={layers - 1}"
+            0 <= ids[0] and ids[-1] < layers,
+            f"{name}={list(ids)} has an id outside 0..num_hidden_layers-1={layers - 1}",
         )
         _require(
             all(c.compress_ratios[i] > 0 for i in ids),

@@ -55,9 +55,7 @@ def attention(
     if role.owns_kv:
         state = _write_sources(params, state, x, rows, role=role, config=config, stages=stages)
     if role.index_ordinal >= 0:
-        queries, weights = selecting.index_queries(
-            params.indexer, x, q_latent, cos, sin, role=role, config=config
-        )
+        queries, weights = selecting.index_queries(params.indexer, x, q_latent, cos, sin, role=role, config=config)
         selection = selecting.select(
             queries, weights, selection, state, rows, role=role, config=config, stages=stages, prefix=prefix
         )
@@ -84,7 +82,14 @@ def window_rows(kv: Float[Array, "T L"], *, config: RuntimeConfig) -> ScaledArra
 
 
 def _write_sources(
-    params: Params, state: State, x: Float[Array, "T D"], rows: Rows, *, role: LayerRole, config: RuntimeConfig, stages: Stages
+    params: Params,
+    state: State,
+    x: Float[Array, "T D"],
+    rows: Rows,
+    *,
+    role: LayerRole,
+    config: RuntimeConfig,
+    stages: Stages,
 ) -> State:
     """The state with the main KV, index K and compressor rows of this step (spec: backbone 4.3, 5.1)."""
     model, tile, prefix, ratio = config.model, config.product_tile, f"layers.{role.layer}", role.ratio
@@ -99,7 +104,12 @@ def _write_sources(
         before = _row_before(pairs, tails[role.cache_ordinal], rows, config=config)
         pooled = round_to(compress.pool_pair(before, pairs), x.dtype)
         ring_rows = _kept_ring_rows(rows, config.tail_len)
-        place = paged.put_rows(ScaledArray(payload=tails, scale=None), ScaledArray(payload=pairs, scale=None), role.cache_ordinal, *ring_rows)
+        place = paged.put_rows(
+            ScaledArray(payload=tails, scale=None),
+            ScaledArray(payload=pairs, scale=None),
+            role.cache_ordinal,
+            *ring_rows,
+        )
         tails = place.payload
     latent = rms_norm(pooled, params.compressor.norm[role.kv_ordinal], eps=model.rms_norm_eps)
     latent = stages.note(f"{prefix}.compress_latent", latent)
@@ -109,7 +119,11 @@ def _write_sources(
     cos, sin = rope.angles(starts, layer_frequencies(role, config))
     rotated = rope.rotate(latent, cos, sin)
     main = quantize_main_kv(rotated) if config.policy.quantizes_caches else ScaledArray(payload=rotated, scale=None)
-    key = rms_norm(linear(latent, params.indexer.wk[role.kv_ordinal], tile=tile), params.indexer.k_norm[role.kv_ordinal], eps=model.rms_norm_eps)
+    key = rms_norm(
+        linear(latent, params.indexer.wk[role.kv_ordinal], tile=tile),
+        params.indexer.k_norm[role.kv_ordinal],
+        eps=model.rms_norm_eps,
+    )
     index_key = selecting.index_rows(rope.rotate(key, cos, sin), config=config)
     stages.note(f"{prefix}.compress_kv", dequantize(main, x.dtype))
     stages.note(f"{prefix}.index_k", dequantize(index_key, x.dtype))

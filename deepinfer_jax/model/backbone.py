@@ -58,7 +58,9 @@ def forward(
     for role in layer_roles(config.model):
         if role.engram_ordinal >= 0:
             streams = stages.note(f"layers.{role.layer}.engram_in", streams)
-            hashed = memory.table_rows(params.engram.token_map, context, exists, ordinal=role.engram_ordinal, config=config.model)
+            hashed = memory.table_rows(
+                params.engram.token_map, context, exists, ordinal=role.engram_ordinal, config=config.model
+            )
             hashed = stages.note(f"layers.{role.layer}.engram_rows", hashed)
             streams = memory.engram(params.engram, streams, hashed, rows.is_live, role=role, config=config)
             streams = stages.note(f"layers.{role.layer}.engram_out", streams)
@@ -95,9 +97,7 @@ def block(
     attn_mix = _mix(params.hc_attn, streams, layer, "attn", config=config, stages=stages)
     x = rms_norm(hyper.collapse(streams, pre), params.attn_norm[layer], eps=model.rms_norm_eps)
     x = stages.note(f"{prefix}.attn_in", x)
-    out, state, selection = attention(
-        params, state, x, selection, rows, role=role, config=config, stages=stages
-    )
+    out, state, selection = attention(params, state, x, selection, rows, role=role, config=config, stages=stages)
     out = stages.note(f"{prefix}.attn_out", out)
     streams = stages.note(f"{prefix}.stream_mid", hyper.expand(out, streams, attn_mix))
 

@@ -32,7 +32,14 @@ def moe(
     u_in = fp8_roundtrip(u) if quantizes else u
     shared = layer_slice(params.shared, layer)
     shared_out = experts_math.expert(
-        u_in, shared.w1, shared.w2, shared.w3, None, limit=model.swiglu_limit, quantizes=quantizes, tile=config.product_tile
+        u_in,
+        shared.w1,
+        shared.w2,
+        shared.w3,
+        None,
+        limit=model.swiglu_limit,
+        quantizes=quantizes,
+        tile=config.product_tile,
     )
     stages.note(f"{prefix}.shared_expert_out", shared_out)
 
@@ -46,5 +53,3 @@ def moe(
         u_in, ids, weights, rows.is_live, apply, num_experts=model.n_routed_experts, tile=config.row_tile
     )
     return experts_math.combine(routed, shared_out)
-
-

@@ -220,7 +220,9 @@ def schema(config: ModelConfig) -> tuple[LeafSpec, ...]:
         stacked("compressor.wkv", "bf16", kv, width, d, axes=("latent", "hidden")),
         stacked("compressor.wgate", "bf16", pairs, width, d, axes=("latent", "hidden")),
         stacked("compressor.norm", "bf16", kv, width, axes=("latent",)),
-        stacked("indexer.wq_b", "fp8", index, c.index_n_heads * c.index_head_dim, c.q_lora_rank, axes=("head", "latent")),
+        stacked(
+            "indexer.wq_b", "fp8", index, c.index_n_heads * c.index_head_dim, c.q_lora_rank, axes=("head", "latent")
+        ),
         stacked("indexer.weights_proj", "bf16", index, c.index_n_heads, d, axes=("head", "hidden")),
         stacked("indexer.wk", "bf16", kv, c.index_head_dim, width, axes=("latent", "latent")),
         stacked("indexer.k_norm", "bf16", kv, c.index_head_dim, axes=("latent",)),

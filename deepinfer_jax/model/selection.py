@@ -115,21 +115,19 @@ def select(
             result["index_score"] = blank.at[at_row, place].set(scores, mode="drop")
         return result
 
-    chosen = map_rows(
-        tile_of_rows, queries, weights, rows.slots, rows.positions, previous.blocks, tile=config.row_tile
-    )
+    chosen = map_rows(tile_of_rows, queries, weights, rows.slots, rows.positions, previous.blocks, tile=config.row_tile)
     for name in ("index_score", "topk_margin", "candidate_margin"):
         if name in chosen:
             stages.note(f"{prefix}.{name}", chosen[name])
     entries = stages.note(f"{prefix}.topk_idxs", chosen["entries"])
     blocks = previous.blocks
     if role.is_candidate_source:
-        blocks = _note_candidates(chosen["blocks"], width, rows, config=config, stages=stages, prefix=prefix)
+        blocks = _note_candidates(chosen["blocks"], width, config=config, stages=stages, prefix=prefix)
     return Selection(entries=entries, blocks=blocks)
 
 
 def _note_candidates(
-    blocks: Int[Array, "T M"], width: int, rows: Rows, *, config: RuntimeConfig, stages: Stages, prefix: str
+    blocks: Int[Array, "T M"], width: int, *, config: RuntimeConfig, stages: Stages, prefix: str
 ) -> Int[Array, "T M"]:
     """The candidate blocks, seen and forced as a mask over entries."""
     name = f"{prefix}.candidate_mask"
@@ -138,13 +136,10 @@ def _note_candidates(
         stages.mark(name)
         return blocks
     entries = indexer.block_entries(blocks, block_size=size)
-    visible = paged.num_visible(rows.positions, ratio=1)
-    place = jnp.where((entries >= 0) & (entries < visible[:, None]), entries, width)
+    place = jnp.where(entries >= 0, entries, width)
     at_row = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
     mask = jnp.zeros((blocks.shape[0], width), bool).at[at_row, place].set(True, mode="drop")
     if not stages.is_forced(name):
         stages.note(name, mask)
         return blocks
     return indexer.blocks_of_mask(stages.note(name, mask), block_size=size, count=config.model.candidate_topk_blocks)
-
-

@@ -36,9 +36,7 @@ class Stages:
             return value
         forced = self._forced[name]
         if forced.shape != value.shape:
-            raise ValueError(
-                f"forced_selection[{name!r}] has shape {forced.shape}; the stage has shape {value.shape}"
-            )
+            raise ValueError(f"forced_selection[{name!r}] has shape {forced.shape}; the stage has shape {value.shape}")
         return forced.astype(value.dtype)
 
     def mark(self, name: str) -> None:

@@ -43,7 +43,7 @@ def init_state(config: RuntimeConfig, *, num_slots: int, num_pages: int) -> Stat
         payload_width, payload_dtype = (width // 2, jnp.uint8) if is_fp4 else (width, jnp.float8_e4m3fn)
         return ScaledArray(
             payload=jnp.zeros((*lead, payload_width), payload_dtype),
-            scale=jnp.zeros((*lead, width // group), scale_dtype),
+            scale=jnp.ones((*lead, width // group), scale_dtype),  # E8M0 has no zero
             block=(1, group),
         )
 

@@ -19,9 +19,7 @@ def router_scores(u: Float[Array, "T D"], weight: ScaledArray | Array, *, tile: 
     return jnp.sqrt(jax.nn.softplus(linear_f32(u, weight, tile=tile)))
 
 
-def choose_experts(
-    scores: Float32[Array, "T E"], bias: Float32[Array, "*T E"], *, count: int
-) -> Int[Array, "T A"]:
+def choose_experts(scores: Float32[Array, "T E"], bias: Float32[Array, "*T E"], *, count: int) -> Int[Array, "T A"]:
     """Ids of the `count` experts with the largest biased score, best first; the lower id wins a tie."""
     return lax.top_k(scores + jnp.broadcast_to(bias, scores.shape), count)[1].astype(jnp.int32)
 

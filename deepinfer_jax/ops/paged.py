@@ -42,13 +42,13 @@ def take_rows(cache: ScaledArray, *index: int | Int[Array, "..."]) -> ScaledArra
     arrays = [i for i in index if not isinstance(i, int)]
     exists = jnp.stack(jnp.broadcast_arrays(*[a >= 0 for a in arrays])).all(axis=0)
 
-    def take(array: Array) -> Array:
+    def take(array: Array, missing: int) -> Array:
         rows = array[tuple(i if isinstance(i, int) else jnp.maximum(i, 0) for i in index)]
-        return jnp.where(exists[..., None], rows, jnp.zeros((), rows.dtype))
+        return jnp.where(exists[..., None], rows, jnp.full((), missing, rows.dtype))
 
-    return ScaledArray(
-        payload=take(cache.payload), scale=None if cache.scale is None else take(cache.scale), block=cache.block
-    )
+    # A power-of-two scale has no zero: a missing row is a zero payload with scale one.
+    scale = None if cache.scale is None else take(cache.scale, 1)
+    return ScaledArray(payload=take(cache.payload, 0), scale=scale, block=cache.block)
 
 
 def put_rows(cache: ScaledArray, rows: ScaledArray, *index: int | Int[Array, " T"]) -> ScaledArray:

@@ -129,5 +129,3 @@ def _fp4_codes(x: Float32[Array, "*B G"], scale: Float32[Array, "*B one"]) -> UI
 def _pack(codes: UInt8[Array, "*B N"]) -> UInt8[Array, "*B M"]:
     pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
-
-

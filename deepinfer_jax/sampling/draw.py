@@ -160,9 +160,7 @@ def draw(
     return jnp.argmax(jax.lax.optimization_barrier(scores), axis=1).astype(jnp.int32)
 
 
-def mul_wide(
-    a: UInt32[Array, "*#N"], b: UInt32[Array, "*#N"]
-) -> tuple[UInt32[Array, "*N"], UInt32[Array, "*N"]]:
+def mul_wide(a: UInt32[Array, "*#N"], b: UInt32[Array, "*#N"]) -> tuple[UInt32[Array, "*N"], UInt32[Array, "*N"]]:
     """Returns the high and low words of the 64-bit product."""
     a_hi, a_lo = a >> _U(16), a & _U(0xFFFF)
     b_hi, b_lo = b >> _U(16), b & _U(0xFFFF)
@@ -176,9 +174,7 @@ def mul_high(a: UInt32[Array, "*#N"], b: UInt32[Array, "*#N"]) -> UInt32[Array, 
     return mul_wide(a, b)[0]
 
 
-def normalize64(
-    hi: UInt32[Array, "*N"], lo: UInt32[Array, "*N"]
-) -> tuple[UInt32[Array, "*N"], UInt32[Array, "*N"]]:
+def normalize64(hi: UInt32[Array, "*N"], lo: UInt32[Array, "*N"]) -> tuple[UInt32[Array, "*N"], UInt32[Array, "*N"]]:
     """Returns the top 32 bits after the leading zeros, and the number of leading zeros.
 
     The value is not 0 and below 2^63. The bits below the top 32 are dropped.

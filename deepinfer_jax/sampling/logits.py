@@ -94,14 +94,10 @@ def sample(logits: Float32[Array, "T V"], rows: SampleRows) -> SampleOutput:
     token_ids = jnp.where(rows.is_greedy, best, token_ids)
     token_ids = jnp.where(rows.forced_ids >= 0, rows.forced_ids, token_ids)
     token_logprobs = jnp.take_along_axis(processed.logprobs, token_ids[:, None], axis=1)[:, 0]
-    return SampleOutput(
-        token_ids=token_ids, token_logprobs=token_logprobs, logprobs=processed.logprobs
-    )
+    return SampleOutput(token_ids=token_ids, token_logprobs=token_logprobs, logprobs=processed.logprobs)
 
 
-def suppress(
-    logits: Float32[Array, "T V"], suppressed_ids: Int32[Array, " T"]
-) -> Float32[Array, "T V"]:
+def suppress(logits: Float32[Array, "T V"], suppressed_ids: Int32[Array, " T"]) -> Float32[Array, "T V"]:
     """Sets one token of each row to -inf; -1 leaves the row as it is."""
     token_ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
     return jnp.where(token_ids[None, :] == suppressed_ids[:, None], -jnp.inf, logits)
@@ -141,9 +137,7 @@ def scaled_distances(
     return jnp.where(is_possible, scaled, jnp.inf), is_possible
 
 
-def top_logprobs(
-    logprobs: Float32[Array, "T V"], k: int
-) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"]]:
+def top_logprobs(logprobs: Float32[Array, "T V"], k: int) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"]]:
     """Returns the k best log-probabilities of each row and their tokens, lowest id first on ties.
 
     With k above the vocabulary the list is padded with the floor and token -1.
@@ -157,9 +151,7 @@ def top_logprobs(
     )
 
 
-def _fixed_point(
-    value: Float32[Array, "T V"], fraction_bits: int, limit: float
-) -> Int32[Array, "T V"]:
+def _fixed_point(value: Float32[Array, "T V"], fraction_bits: int, limit: float) -> Int32[Array, "T V"]:
     """Returns min(value, limit) in units of 2^-fraction_bits, rounded down."""
     return (jnp.minimum(value, limit) * np.float32(2.0**fraction_bits)).astype(jnp.int32)
 
@@ -188,17 +180,14 @@ def _weight_limbs(distances: Int32[Array, "T V"], is_possible: Bool[Array, "T V"
     )
 
 
-def _shift_right(
-    value: UInt32[Array, "T V"], amount: UInt32[Array, "T V"]
-) -> UInt32[Array, "T V"]:
+def _shift_right(value: UInt32[Array, "T V"], amount: UInt32[Array, "T V"]) -> UInt32[Array, "T V"]:
     return jnp.where(amount < _U(32), value >> jnp.minimum(amount, _U(31)), _U(0))
 
 
 def _mass(selected: Bool[Array, "T V"], limbs: Limbs) -> Mass:
     """Returns the exact sum of the selected weights, below 2^59, as two words."""
     low, mid, high = (
-        jnp.sum(jnp.where(selected, limb, _U(0)), axis=1, keepdims=True, dtype=jnp.uint32)
-        for limb in limbs
+        jnp.sum(jnp.where(selected, limb, _U(0)), axis=1, keepdims=True, dtype=jnp.uint32) for limb in limbs
     )
     mid = mid + (low >> _U(_LIMB_BITS))
     high = high + (mid >> _U(_LIMB_BITS))
@@ -206,9 +195,7 @@ def _mass(selected: Bool[Array, "T V"], limbs: Limbs) -> Mass:
     return high >> _U(4), (high << _U(28)) | low_words
 
 
-def _top_p(
-    scaled: Float32[Array, "T V"], limbs: Limbs, top_p: Float32[Array, " T"]
-) -> Bool[Array, "T V"]:
+def _top_p(scaled: Float32[Array, "T V"], limbs: Limbs, top_p: Float32[Array, " T"]) -> Bool[Array, "T V"]:
     """Returns the tokens with at most top_p of the mass strictly before them."""
 
     def kept() -> Bool[Array, "T V"]:

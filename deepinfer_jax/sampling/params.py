@@ -5,7 +5,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, runtime_checkable
 
 GREEDY_TEMPERATURE = 1e-5  # at or below: argmax, reported as the distribution of this temperature
 NO_TOKEN = -1  # in forced and suppressed ids: none
@@ -19,6 +19,7 @@ _MIN_INVERSE_TEMPERATURE = 2.0**-64
 _OTHER_NAMES = {"seed": "seq_seed"}
 
 
+@runtime_checkable
 class SupportsGetrandbits(Protocol):
     """A source of seeds: the `random` module or a `random.Random`."""
 
@@ -61,16 +62,13 @@ class SamplingParams:
     golden_token_ids: Sequence[int] | None = None
     seq_seed: int | None = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: Any, **kwargs: Any) -> "SamplingParams":
         """Refuses a field that does not exist, before the generated `__init__` sees it."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in known:
                 hint = f"; the name here is {_OTHER_NAMES[name]!r}" if name in _OTHER_NAMES else ""
-                raise TypeError(
-                    f"SamplingParams does not implement {name!r}{hint}; its fields are "
-                    + ", ".join(known)
-                )
+                raise TypeError(f"SamplingParams does not implement {name!r}{hint}; its fields are " + ", ".join(known))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -119,7 +117,7 @@ class SamplingParams:
         return f"SamplingParams({', '.join(f'{n}={getattr(self, n)!r}' for n in shown)})"
 
     @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+    def from_dict(cls, options: Mapping[str, Any]) -> "SamplingParams":
         """Builds the parameters from a dict; keys whose value is None take the default."""
         return cls(**{name: value for name, value in options.items() if value is not None})
 
@@ -140,13 +138,9 @@ class SamplingParams:
 def refuse_unsupported(params: SamplingParams) -> None:
     """Raises for an option that is part of the interface but not of this version."""
     if params.so_args is not None:
-        raise NotImplementedError(
-            "so_args (structured output) is not available in this version; leave it None"
-        )
+        raise NotImplementedError("so_args (structured output) is not available in this version; leave it None")
     if params.prompt_logprobs:
-        raise NotImplementedError(
-            "prompt_logprobs=True is not available in this version; leave it False"
-        )
+        raise NotImplementedError("prompt_logprobs=True is not available in this version; leave it False")
 
 
 def forced_token(params: SamplingParams, output_index: int) -> int:
@@ -216,9 +210,7 @@ def _golden(ids: Any) -> tuple[int, ...] | None:
     golden = tuple(_integer(f"golden_token_ids[{i}]", value) for i, value in enumerate(ids))
     for index, value in enumerate(golden):
         if not NO_TOKEN <= value <= _INT32_MAX:
-            raise ValueError(
-                f"golden_token_ids[{index}]={value} must be a token id, or -1 to sample there"
-            )
+            raise ValueError(f"golden_token_ids[{index}]={value} must be a token id, or -1 to sample there")
     return golden
 
 

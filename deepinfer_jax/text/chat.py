@@ -65,9 +65,7 @@ class ChatEncoder:
             request = recipe.ChatCompletionRequest({**body, "model": RECIPE_MODEL})
             return request.convert(self.options)
         except (ValueError, TypeError, recipe.ConversionError) as error:
-            raise ValueError(
-                f"deepseek_recipe refuses the chat request: {error}; correct that part of it"
-            ) from error
+            raise ValueError(f"deepseek_recipe refuses the chat request: {error}; correct that part of it") from error
 
     def encode_conversation(
         self, conversation: "deepseek_recipe.Conversation", *, effort_number: int | None = None
@@ -128,14 +126,10 @@ def _split_effort(effort: str | int | None, thinking: bool) -> tuple[str | None,
     if effort is None:
         return None, None
     if not thinking:
-        raise ValueError(
-            f"effort={effort!r} needs thinking=True; leave effort out or turn thinking on"
-        )
+        raise ValueError(f"effort={effort!r} needs thinking=True; leave effort out or turn thinking on")
     if isinstance(effort, str):
         if effort == "none":
-            raise ValueError(
-                "effort='none' means no thinking; set thinking=False and leave effort out"
-            )
+            raise ValueError("effort='none' means no thinking; set thinking=False and leave effort out")
         return effort, None
     _check_number(effort)
     return _SPLICE_NAME, effort

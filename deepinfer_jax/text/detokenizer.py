@@ -24,9 +24,7 @@ class DetokenizerState:
     num_emitted: int = 0
 
 
-def push(
-    tokenizer: Tokenizer, state: DetokenizerState, token_ids: Sequence[int]
-) -> tuple[str, DetokenizerState]:
+def push(tokenizer: Tokenizer, state: DetokenizerState, token_ids: Sequence[int]) -> tuple[str, DetokenizerState]:
     """The text that the ids settle, and the new state, which holds an unfinished character."""
     known = (i for i in token_ids if tokenizer.token_text(i) is not None)
     window = (*state.window, *known)

@@ -63,8 +63,7 @@ def build_token_map(path: str | Path, *, vocab_size: int | None = None) -> Int32
     size = file_size if vocab_size is None else vocab_size
     if size < file_size:
         raise ValueError(
-            f"{file} has {file_size} ids, vocab_size={size} is smaller; "
-            "give the tokenizer that belongs to the model"
+            f"{file} has {file_size} ids, vocab_size={size} is smaller; give the tokenizer that belongs to the model"
         )
     texts = backend.decode_batch([[i] for i in range(size)], skip_special_tokens=False)
     normalizer = _normalizer()
@@ -90,9 +89,7 @@ def engram_constants(
     return EngramConstants(
         primes=primes,
         offsets=tuple(_exclusive_sums(itertools.chain(*layer)) for layer in primes),
-        multipliers=tuple(
-            layer_multipliers(i, max_ngram, compressed_vocab_size) for i in layer_ids
-        ),
+        multipliers=tuple(layer_multipliers(i, max_ngram, compressed_vocab_size) for i in layer_ids),
     )
 
 
@@ -102,17 +99,14 @@ def bucket_primes(
     """Primes [layer][n-gram size - 2][head] from `vocab_base` upwards, none used twice."""
     source = (n for n in itertools.count(max(vocab_base, 2)) if _is_prime(n))
     return tuple(
-        tuple(tuple(itertools.islice(source, num_heads)) for _ in range(max_ngram - 1))
-        for _ in range(num_layers)
+        tuple(tuple(itertools.islice(source, num_heads)) for _ in range(max_ngram - 1)) for _ in range(num_layers)
     )
 
 
 def layer_multipliers(layer_id: int, max_ngram: int, compressed_vocab_size: int) -> tuple[int, ...]:
     """Odd multipliers [look-back] of one layer; a product with a compressed id stays below 2^63."""
     bound = max(1, _INT64_MAX // compressed_vocab_size // 2)
-    draws = np.random.default_rng(_LAYER_SEED * layer_id).integers(
-        0, bound, size=max_ngram, dtype=np.int64
-    )
+    draws = np.random.default_rng(_LAYER_SEED * layer_id).integers(0, bound, size=max_ngram, dtype=np.int64)
     return tuple(2 * int(draw) + 1 for draw in draws)
 
 

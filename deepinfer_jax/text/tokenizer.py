@@ -136,9 +136,7 @@ def load_backend(file: Path) -> "tokenizers.Tokenizer":
     return tokenizers.Tokenizer.from_file(str(file))
 
 
-def _check_release(
-    file: Path, backend: "tokenizers.Tokenizer", vocab_size: int, config: ModelConfig
-) -> None:
+def _check_release(file: Path, backend: "tokenizers.Tokenizer", vocab_size: int, config: ModelConfig) -> None:
     problems: list[str] = []
     for field, (token_id, spelling) in RELEASE_TOKENS.items():
         configured = getattr(config, field)
@@ -158,8 +156,7 @@ def _check_release(
         problems.append(f"id {RELEASE_IMAGE_ID} is {image!r} and must be the image token")
     if problems:
         raise ValueError(
-            f"{file} does not fit tokenizer_compatibility='release': {'; '.join(problems)}; "
-            f"{_NATIVE_ADVICE}"
+            f"{file} does not fit tokenizer_compatibility='release': {'; '.join(problems)}; {_NATIVE_ADVICE}"
         )
 
 

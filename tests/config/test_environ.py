@@ -1,9 +1,13 @@
+import dataclasses
 import re
 import tempfile
+import warnings
 
 import pytest
 
+from deepinfer_jax.config import args as args_module
 from deepinfer_jax.config import environ
+from deepinfer_jax.config.args import EngineArgs, resolve
 
 GIB = 2**30
 # Name -> (type, default, kind) as interface.md sections 10 and 10b list them, in their order.
@@ -88,6 +92,19 @@ SPECIFIED = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _warn_again():
+    args_module._warn_once.cache_clear()
+
+
+@pytest.fixture
+def land(monkeypatch):
+    def add(*features):
+        monkeypatch.setattr(environ, "LANDED", environ.LANDED | set(features))
+
+    return add
+
+
 def read(name: str, text: str) -> environ.Value:
     return getattr(environ.Envs({name: text}), name)
 
@@ -121,10 +138,6 @@ def test_variables_have_distinct_fields_and_a_known_feature():
     for variable in environ.VARIABLES.values():
         assert variable.lands_with in (features if variable.kind in "KA" else {""})
         assert variable.doc
-
-
-def test_landed_features_are_those_of_this_version():
-    assert frozenset({"model"}) == environ.LANDED
 
 
 @pytest.mark.parametrize("text", ["1", "true", "TRUE", "on", "On", "yes", "YES", " 1 "])
@@ -285,3 +298,92 @@ def test_markdown_table_has_a_row_for_each_variable_with_default_and_status():
     }
     for name, end in expected.items():
         assert rows[name].endswith(end), rows[name]
+
+
+@pytest.mark.parametrize(
+    "variable, off",
+    [(variable, off) for variable in environ.VARIABLES.values() for off in variable.off_values if off is not None],
+    ids=lambda value: value.name if isinstance(value, environ.Variable) else str(value),
+)
+def test_value_that_turns_nothing_on_is_accepted(variable, off):
+    config = resolve(EngineArgs(), {variable.name: str(off)})
+    name = variable.field if hasattr(config, variable.field) else variable.name
+    if variable.derive is None:
+        assert config.value(name) == off
+        assert config.source(name) == f"environment variable {variable.name}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DEEPINFER_ACCELERATOR=ascend needs Ascend; auto, cpu, nvidia",
+        "DEEPINFER_COMPUTE_SUM_SMALLER_PROBS=1 needs sampling; False",
+        "DEEPINFER_GLOO_TIMEOUT=9 needs sharding; 14400",
+        "DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL=10 needs sharding; 0",
+        "DEEPINFER_PREFILL_MAX_SUM_SEQLEN_K=4096 needs engine; 1073741824",
+        "DEEPINFER_INDEX_ATTN_MEMORY_LIMIT=1GiB needs engine; 10737418240",
+        "DEEPINFER_USE_NEXTN_DECODE=5 needs speculation; 0",
+        "DEEPINFER_ENABLE_MTP_VARLEN=1 needs speculation; False",
+        "DEEPINFER_MAX_BACKTRACKING_TOKENS=9 needs speculation; 0",
+        "DEEPINFER_ENGRAM_FORCE_GPU_STORAGE=1 needs sharding; False",
+        "DEEPINFER_SAMPLER_FORCE_TOPK=5 needs sampling; 0",
+        "DEEPINFER_DECODE_TOKEN_BLACKLIST=3..5 needs sampling; (empty)",
+        "DEEPINFER_XGRAMMAR_TIMEOUT=5 needs sampling; 20",
+        "DEEPINFER_ZERO_OVERHEAD_SCHEDULING=1 needs engine; False",
+        "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE=mask needs engine; off",
+        "DEEPINFER_PROFILE_HTTP_ENABLE=1 needs engine; False",
+        "DEEPINFER_TORCH_PROFILER_DIR=/x needs engine; /",
+        "DEEPINFER_MULTI_MODAL_BUFFER_SIZE=8 needs vision; 512",
+        "DEEPINFER_JAX_KERNELS=mosaic_sm90 needs kernels; auto, reference",
+        "DEEPINFER_JAX_PREFIX_CACHE=exact needs engine; off",
+        "DEEPINFER_JAX_SPEC_MODE=block needs speculation; match",
+        "DEEPINFER_JAX_GRAMMAR_WHITESPACE=2 needs sampling; 8",
+        "DEEPINFER_JAX_ASCEND_SIM=1 needs Ascend; False",
+    ],
+)
+def test_variable_that_turns_a_missing_feature_on_is_refused_with_what_is_allowed(text, land):
+    setting, _, rest = text.partition(" needs ")
+    feature, allowed = rest.split("; ")
+    name, value = setting.split("=")
+    with pytest.raises(NotImplementedError) as caught:
+        resolve(EngineArgs(), {name: value})
+    message = str(caught.value)
+    assert message.startswith(f"{name}=")
+    assert f" needs {feature}, which has not landed in this version; allowed now: {allowed}" in message
+    assert message.endswith(f"; change or unset {name}")
+    land(feature)
+    resolve(EngineArgs(), {name: value})
+
+
+INEFFECTIVE = {
+    "DEEPINFER_NCCL_NUM_SMS": "16",
+    "DEEPINFER_USERBUFFER_COMM_SMS": "4",
+    "DEEPINFER_REARRANGE_P2P_GROUPS": "2",
+    "DEEPINFER_NCCL_MEMORY_SAMPLE_INTERVAL_STEPS": "10",
+    "DEEPINFER_RINGBUFFER_WARNING_INTERVAL": "30",
+    "DEEPINFER_USE_MULTIMODAL_POOL": "1",
+    "DEEPINFER_MULTIMODAL_POOL_SIZE_GB": "2",
+    "DEEPINFER_CPP_LOG_LEVEL": "debug",
+}
+
+
+def test_ineffective_variables_are_those_marked_n():
+    assert set(INEFFECTIVE) == {v.name for v in environ.VARIABLES.values() if v.kind == "N"}
+
+
+@pytest.mark.parametrize("name", INEFFECTIVE)
+def test_ineffective_variable_warns_once_and_changes_nothing_else(name):
+    given = {name: INEFFECTIVE[name]}
+    with pytest.warns(UserWarning, match=f"^{name}=.* is accepted and has no effect") as caught:
+        config = resolve(EngineArgs(), given)
+        resolve(EngineArgs(), given)
+    assert len(caught) == 1
+    assert dataclasses.replace(config, others=()) == dataclasses.replace(resolve(EngineArgs(), {}), others=())
+
+
+@pytest.mark.parametrize("name", INEFFECTIVE)
+def test_ineffective_variable_at_its_default_does_not_warn(name):
+    default = environ.VARIABLES[name].default_value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve(EngineArgs(), {name: "" if default is None else str(default)})

@@ -15,9 +15,7 @@ SYSTEM, USER, ASSISTANT = "<｜System｜>", "<｜User｜>", "<｜Assistant｜>"
 IMAGE = "<｜my_image｜>"
 EXTRA = (SYSTEM, USER, ASSISTANT, "<think>", "</think>", "｜DSML｜", IMAGE)
 HELLO = [{"role": "user", "content": "Hello"}]
-EFFORT_LINE = (
-    "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
-)
+EFFORT_LINE = "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 

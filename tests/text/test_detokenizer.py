@@ -17,9 +17,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("tiny_byte")
     tiny_tokenizer.write_tiny_byte(directory)
     config = load_config(DATA / "tiny_a")
-    return load_tokenizer(
-        directory, config=dataclasses.replace(config, tokenizer_compatibility="native")
-    )
+    return load_tokenizer(directory, config=dataclasses.replace(config, tokenizer_compatibility="native"))
 
 
 def run_stream(tokenizer: Tokenizer, chunks: list[list[int]]) -> list[str]:

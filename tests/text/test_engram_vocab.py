@@ -157,9 +157,7 @@ def test_rows_equal_the_recorded_tiny_rows(prompt):
         compressed_vocab_size=config.engram_compressed_vocab_size,
     )
     assert constants.num_rows == (304, 462)
-    token_map = engram_vocab.token_map(
-        TINY, compressed_vocab_size=config.engram_compressed_vocab_size
-    )
+    token_map = engram_vocab.token_map(TINY, compressed_vocab_size=config.engram_compressed_vocab_size)
     recorded = load_file(TINY / "prefill_light_fp32_noqdq.safetensors")
     got = engram_vocab.hash_rows(
         recorded[f"{prompt}.input_ids"],

@@ -84,9 +84,7 @@ def test_token_map_has_the_recorded_digest(v4_file, respelled):
     assert got[ids].tolist() == [0, 98615, 15844, 14, 237, 1751, 98616, 98634]
 
 
-@pytest.mark.parametrize(
-    "effort, number_id", [(None, 2402), ("low", 1328), ("max", 1457), (33, 1671), (50, 1328)]
-)
+@pytest.mark.parametrize("effort, number_id", [(None, 2402), ("low", 1328), ("max", 1457), (33, 1671), (50, 1328)])
 def test_thinking_prompt(encoder, effort, number_id):
     want = [*BEFORE_EFFORT, number_id, *AFTER_EFFORT]
     assert encoder.encode(HELLO, effort=effort) == want

@@ -114,9 +114,7 @@ def test_native_takes_the_ids_of_the_config(tmp_path):
 
 
 def test_native_refuses_a_vocabulary_above_the_models():
-    config = dataclasses.replace(
-        NATIVE, vocab_size=319, engram_pad_token_id=2, dspark_noise_token_id=4
-    )
+    config = dataclasses.replace(NATIVE, vocab_size=319, engram_pad_token_id=2, dspark_noise_token_id=4)
     with pytest.raises(ValueError, match="320 ids, the model has vocab_size=319"):
         load_tokenizer(DATA / "tiny_a", config=config)
 

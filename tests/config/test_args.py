@@ -1,0 +1,370 @@
+import dataclasses
+import pathlib
+
+import pytest
+
+from deepinfer_jax.config import args as args_module
+from deepinfer_jax.config import environ
+from deepinfer_jax.config.args import EngineArgs, EngineType, resolve
+
+# Field -> default, in the order of interface.md section 6; [W] rules applied.
+SPECIFIED = {
+    "model": None,
+    "served_model_name": "deepinfer-model",
+    "tokenizer": None,
+    "trust_remote_code": False,
+    "load_format": "auto",
+    "seed": None,
+    "max_model_len": None,
+    "data_parallel_size": 0,
+    "context_parallel_size": 1,
+    "expert_parallel_size": None,
+    "engram_parallel_size": 0,
+    "engine_rank": 0,
+    "engine_group_rank": 0,
+    "gpu_memory_utilization": 0.9,
+    "max_num_batched_tokens": None,
+    "max_num_seqs": 256,
+    "disable_log_stats": False,
+    "revision": None,
+    "tokenizer_revision": None,
+    "stop_preempted_request": True,
+    "engine_type": EngineType.NORMAL,
+    "chunked_prefill": True,
+    "ignore_len": 134217728,
+    "tokens_per_block": -1,
+    "lookahead_tokens": 0,
+    "offline_inference": False,
+    "mesh_shape": None,
+    "device": None,
+    "num_kv_tokens": None,
+    "dtype": None,
+    "tensor_parallel_size": 1,
+    "numerics": None,
+    "kernels": None,
+    "batch_invariant": None,
+}
+MISSING = "which has not landed in this version"
+
+
+@pytest.fixture(autouse=True)
+def _warn_again():
+    args_module._warn_once.cache_clear()
+
+
+@pytest.fixture
+def land(monkeypatch):
+    def add(*features):
+        monkeypatch.setattr(environ, "LANDED", environ.LANDED | set(features))
+
+    return add
+
+
+def make(**fields):
+    """EngineArgs as a user makes them, without the annotation checks of the test run."""
+    args = object.__new__(EngineArgs)
+    args.__dict__.update(SPECIFIED | fields)
+    args.__post_init__()
+    return args
+
+
+def test_fields_and_defaults_are_the_specified_ones_in_order():
+    assert {f.name: f.default for f in dataclasses.fields(EngineArgs)} == SPECIFIED
+    assert [f.name for f in dataclasses.fields(EngineArgs)] == list(SPECIFIED)
+    assert [kind.name for kind in EngineType] == ["NORMAL", "PROMPT", "COMPLETION"]
+
+
+def test_defaults_resolve_to_one_device_without_drafts():
+    config = resolve(EngineArgs(), {})
+    expected = {
+        "model": None,
+        "tokenizer": None,
+        "seed": None,
+        "max_model_len": 4096,
+        "data_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_parallel_size": 1,
+        "engram_parallel_size": 1,
+        "mesh_shape": (1, 1),
+        "max_num_batched_tokens": 4096,
+        "device": "auto",
+        "numerics": None,
+        "kernels": "auto",
+        "batch_invariant": None,
+        "jit_cache_dir": None,
+        "engram_pad_token": 2,
+        "enforce_eager": False,
+        "num_draft_tokens": 0,
+        "max_backtracking_tokens": 1,
+        "disable_log_stats": True,
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_config_is_frozen_hashable_and_equal_whatever_the_sources():
+    by_argument = resolve(EngineArgs(numerics="q"), {})
+    by_environment = resolve(EngineArgs(), {"DEEPINFER_JAX_NUMERICS": "q"})
+    assert by_argument == by_environment
+    assert hash(by_argument) == hash(by_environment)
+    assert by_argument != resolve(EngineArgs(numerics="bf16"), {})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        by_argument.seed = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    "field, variable, text, in_environment, argument",
+    [
+        ("model", "DEEPINFER_HF_MODEL_DIR", "/env", "/env", "/given"),
+        ("device", "DEEPINFER_ACCELERATOR", "nvidia", "nvidia", "cpu"),
+        ("numerics", "DEEPINFER_JAX_NUMERICS", "bf16", "bf16", "fp32"),
+        ("kernels", "DEEPINFER_JAX_KERNELS", "reference", "reference", "auto"),
+        ("batch_invariant", "DEEPINFER_BATCH_INVARIANT", "on", True, False),
+    ],
+)
+def test_argument_beats_environment_beats_default(field, variable, text, in_environment, argument):
+    default = resolve(EngineArgs(), {})
+    environment = resolve(EngineArgs(), {variable: text})
+    explicit = resolve(make(**{field: argument}), {variable: text})
+    assert default.source(field) == "default"
+    assert environment.value(field) == in_environment
+    assert environment.source(field) == f"environment variable {variable}"
+    assert explicit.value(field) == argument
+    assert explicit.source(field) == "argument"
+
+
+def test_argument_beats_a_variable_whose_feature_is_missing_but_not_a_malformed_one():
+    assert resolve(EngineArgs(device="cpu"), {"DEEPINFER_ACCELERATOR": "ascend"}).device == "cpu"
+    with pytest.raises(ValueError, match="DEEPINFER_ACCELERATOR='tpu' is refused"):
+        resolve(EngineArgs(device="cpu"), {"DEEPINFER_ACCELERATOR": "tpu"})
+
+
+def test_process_environment_is_the_default_and_is_read_at_each_resolve(monkeypatch):
+    for value in ("2", "3"):
+        monkeypatch.setenv("DEEPINFER_ENGRAM_PAD_TOKEN", value)
+        assert resolve(EngineArgs()).engram_pad_token == int(value)
+
+
+def test_sources_tell_derived_values_and_what_they_come_from():
+    config = resolve(EngineArgs(model="/m", dtype="float32"), {})
+    expected = {
+        "model": "argument",
+        "tokenizer": "derived from model",
+        "numerics": "derived from dtype",
+        "max_num_batched_tokens": "derived from max_model_len and max_num_seqs",
+        "data_parallel_size": "derived from the other sizes",
+        "num_draft_tokens": "derived: speculation has not landed",
+        "max_backtracking_tokens": "derived from DEEPINFER_USE_NEXTN_DECODE",
+        "disable_log_stats": "derived: engine has not landed",
+        "DEEPINFER_JAX_PREFIX_CACHE": "derived: engine has not landed",
+        "DEEPINFER_GC_INTERVAL_STEP": "default",
+    }
+    assert {name: config.source(name) for name in expected} == expected
+    assert (config.tokenizer, config.numerics) == ("/m", "fp32")
+
+
+def test_describe_has_one_aligned_row_for_each_field_and_variable():
+    config = resolve(EngineArgs(seed=7), {"DEEPINFER_JAX_NUMERICS": "q"})
+    header, *rows = config.describe().splitlines()
+    names = {row.split()[0] for row in rows}
+    fields = {f.name for f in dataclasses.fields(config)} - {"others", "sources"}
+    without_field = {v.name for v in environ.VARIABLES.values() if v.field not in fields}
+    assert names == fields | without_field
+    assert len(rows) == len(names)
+    value_at, source_at = header.index("value"), header.index("source")
+    shown = {row[:value_at].strip(): (row[value_at:source_at].strip(), row[source_at:]) for row in rows}
+    assert shown["seed"] == ("7", "argument")
+    assert shown["numerics"] == ("q", "environment variable DEEPINFER_JAX_NUMERICS")
+    assert shown["engine_type"] == ("NORMAL", "default")
+    assert shown["model"] == ("unset", "default")
+    assert shown["DEEPINFER_DECODE_TOKEN_BLACKLIST"] == ("(empty)", "default")
+
+
+def test_landing_speculation_turns_drafts_on_by_default(land):
+    land("speculation")
+    config = resolve(EngineArgs(max_num_seqs=1000), {})
+    assert (config.num_draft_tokens, config.source("num_draft_tokens")) == (5, "default")
+    assert config.max_backtracking_tokens == 6
+    assert config.max_num_batched_tokens == 6000
+
+
+@pytest.mark.parametrize(
+    "field, value, feature",
+    [
+        ("served_model_name", "other", "engine"),
+        ("data_parallel_size", 2, "sharding"),
+        ("context_parallel_size", 2, "sharding"),
+        ("expert_parallel_size", 2, "sharding"),
+        ("engram_parallel_size", 2, "sharding"),
+        ("mesh_shape", (2, 1), "sharding"),
+        ("engine_rank", 1, "sharding"),
+        ("engine_group_rank", 1, "sharding"),
+        ("gpu_memory_utilization", 0.5, "engine"),
+        ("engine_type", EngineType.PROMPT, "engine"),
+        ("engine_type", EngineType.COMPLETION, "engine"),
+        ("ignore_len", 4096, "engine"),
+        ("tokens_per_block", 64, "engine"),
+        ("lookahead_tokens", 1, "engine"),
+        ("num_kv_tokens", 8192, "engine"),
+        ("device", "ascend", "Ascend"),
+        ("kernels", "mosaic_sm90", "kernels"),
+    ],
+)
+def test_argument_that_turns_a_missing_feature_on_is_refused(field, value, feature):
+    shown = value.name if isinstance(value, EngineType) else value
+    with pytest.raises(NotImplementedError) as caught:
+        resolve(make(**{field: value}), {})
+    assert str(caught.value).startswith(f"{field}={shown} needs {feature}, {MISSING}; allowed now:")
+    assert str(caught.value).endswith(f"; change or unset {field}")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"data_parallel_size": 1, "expert_parallel_size": 1, "engram_parallel_size": 1},
+        {"mesh_shape": (1, 1), "tensor_parallel_size": 1},
+        {"disable_log_stats": True, "stop_preempted_request": False, "offline_inference": True},
+        {"load_format": "dummy", "seed": -1},
+        {"chunked_prefill": False},
+        {"dtype": "bfloat16", "numerics": "q"},
+        {"revision": "main", "tokenizer_revision": "main"},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_argument_that_needs_no_missing_feature_is_accepted(fields):
+    config = resolve(make(**fields), {})
+    assert {name: config.value(name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("load_format", "pt", "load_format='pt' is unknown; choose one of auto, dummy"),
+        ("dtype", "float16", "dtype='float16' is unknown; choose one of float32, bfloat16"),
+        ("numerics", "fp16", "numerics='fp16' is refused: not one of the choices; allowed: fp32_"),
+        ("device", "tpu", "device='tpu' is refused: not one of the choices; allowed: auto, cpu"),
+        ("kernels", "A-b", "kernels='A-b' is refused: not an implementation name"),
+        ("model", "", "model is an empty string"),
+        ("max_model_len", 0, "max_model_len=0 is below 1; raise max_model_len"),
+        ("max_num_seqs", 0, "max_num_seqs=0 is below 1"),
+        ("max_num_batched_tokens", 0, "max_num_batched_tokens=0 is below 1"),
+        ("num_kv_tokens", 0, "num_kv_tokens=0 is below 1"),
+        ("tokens_per_block", -2, "tokens_per_block=-2 is below -1"),
+        ("data_parallel_size", -1, "data_parallel_size=-1 is below 0"),
+        ("gpu_memory_utilization", 1.5, "gpu_memory_utilization=1.5 is outside (0, 1]"),
+        ("gpu_memory_utilization", 0.0, "gpu_memory_utilization=0.0 is outside (0, 1]"),
+        ("gpu_memory_utilization", float("nan"), "gpu_memory_utilization=nan is outside (0, 1]"),
+        ("mesh_shape", (0, 1), "mesh_shape=(0, 1) is not a pair of sizes >= 1; give (dp, cp)"),
+        ("mesh_shape", (1, 1, 1), "mesh_shape=(1, 1, 1) is not a pair"),
+        ("trust_remote_code", True, "code from a model directory is never executed"),
+        (
+            "tensor_parallel_size",
+            2,
+            "tensor_parallel_size=2 is refused: attention is data parallel",
+        ),
+    ],
+)
+def test_value_out_of_range_is_refused_naming_field_and_value(field, value, message):
+    with pytest.raises(ValueError) as caught:
+        make(**{field: value})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("seed", True, "seed=True is of type bool; give one of type int"),
+        ("seed", 1.0, "seed=1.0 is of type float; give one of type int"),
+        ("max_model_len", "4096", "max_model_len='4096' is of type str; give one of type int"),
+        ("max_num_seqs", None, "max_num_seqs=None is of type NoneType; give one of type int"),
+        ("chunked_prefill", 1, "chunked_prefill=1 is of type int; give one of type bool"),
+        (
+            "engine_type",
+            "NORMAL",
+            "engine_type='NORMAL' is of type str; give one of type EngineType",
+        ),
+        ("model", 3, "model=3 is of type int; give one of type str"),
+        ("gpu_memory_utilization", "0.9", "gpu_memory_utilization='0.9' is not a number"),
+    ],
+)
+def test_value_of_wrong_type_is_refused_naming_field_and_type(field, value, message):
+    with pytest.raises(TypeError) as caught:
+        make(**{field: value})
+    assert message in str(caught.value)
+
+
+def test_unknown_argument_is_refused():
+    with pytest.raises(TypeError, match="max_tokens"):
+        EngineArgs(**{"max_tokens": 1})  # pyright: ignore[reportArgumentType]
+
+
+def test_every_argument_has_a_type_check():
+    checked = set(args_module._CHECKS) | {"gpu_memory_utilization", "mesh_shape"}
+    assert checked == set(SPECIFIED)
+
+
+def test_path_is_accepted_as_model_and_text_is_stripped():
+    config = resolve(EngineArgs(model=pathlib.Path("/m"), numerics=" q "), {})
+    assert (config.model, config.tokenizer, config.numerics) == ("/m", "/m", "q")
+
+
+def test_whole_prompts_need_a_step_that_holds_the_longest():
+    args = EngineArgs(chunked_prefill=False, max_model_len=8192, max_num_batched_tokens=4096)
+    with pytest.raises(ValueError, match="max_num_batched_tokens=4096 is below max_model_len=8192"):
+        resolve(args, {})
+    assert resolve(dataclasses.replace(args, chunked_prefill=True), {}).max_model_len == 8192
+    free = resolve(dataclasses.replace(args, max_num_batched_tokens=None), {})
+    assert free.max_num_batched_tokens == 8192
+
+
+def test_dtype_that_contradicts_numerics_is_refused():
+    with pytest.raises(ValueError, match="dtype='float32' contradicts numerics='q'"):
+        resolve(EngineArgs(dtype="float32", numerics="q"), {})
+    with pytest.raises(ValueError, match="dtype='bfloat16' contradicts numerics='fp32'"):
+        resolve(EngineArgs(dtype="bfloat16"), {"DEEPINFER_JAX_NUMERICS": "fp32"})
+
+
+@pytest.mark.parametrize(
+    "fields, dp, cp",
+    [
+        ({"expert_parallel_size": 8, "context_parallel_size": 2}, 4, 2),
+        ({"data_parallel_size": 3, "context_parallel_size": 2}, 3, 2),
+        ({"mesh_shape": (2, 4)}, 2, 4),
+        ({"mesh_shape": (2, 4), "data_parallel_size": 2, "context_parallel_size": 4}, 2, 4),
+    ],
+    ids=["from-experts", "from-sizes", "from-mesh", "both"],
+)
+def test_sizes_follow_from_each_other_once_sharding_has_landed(fields, dp, cp, land):
+    land("sharding")
+    config = resolve(make(**fields), {})
+    assert (config.data_parallel_size, config.context_parallel_size) == (dp, cp)
+    assert config.mesh_shape == (dp, cp)
+    assert (config.expert_parallel_size, config.engram_parallel_size) == (dp * cp, dp * cp)
+
+
+def test_contradictory_sizes_are_refused_once_sharding_has_landed(land):
+    land("sharding")
+    with pytest.raises(ValueError, match="mesh_shape=.2, 4. contradicts data_parallel_size=3"):
+        resolve(EngineArgs(mesh_shape=(2, 4), data_parallel_size=3), {})
+    with pytest.raises(ValueError, match="expert_parallel_size=3 is not data_parallel_size"):
+        resolve(EngineArgs(data_parallel_size=2, expert_parallel_size=3), {})
+
+
+def test_variables_of_the_originals_kernel_tests_are_refused():
+    resolve(EngineArgs(), {"DEEPINFER_FUSED_SAMPLE_STRESS_TEST": "1"})
+    for name, text in (
+        ("DEEPINFER_FUSED_SAMPLE_STRESS_TEST", "2"),
+        ("DEEPINFER_FUSED_SAMPLE_DETAIL_LOG", "x"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}={text} is read only by DeepInfer's own"):
+            resolve(EngineArgs(), {name: text})
+
+
+def test_unknown_variable_warns_once_with_the_closest_name():
+    given = {"DEEPINFER_BATCH_INVARIENT": "1", "DEEPINFER_XYZZY": "1", "HOME": "/"}
+    with pytest.warns(UserWarning) as caught:
+        resolve(EngineArgs(), given)
+        resolve(EngineArgs(), given)
+    assert [str(warning.message) for warning in caught] == [
+        "DEEPINFER_BATCH_INVARIENT is not a variable of deepinfer_jax; did you mean DEEPINFER_BATCH_INVARIANT?",
+        "DEEPINFER_XYZZY is not a variable of deepinfer_jax",
+    ]
