@@ -69,6 +69,16 @@ class RuntimeConfig:
         return self.row_tile if self.is_invariant else None
 
     @property
+    def has_fixed_trips(self) -> bool:
+        """Whether loops tell the compiler their trip counts: differentiable, but not bit-stable over shapes."""
+        return not self.is_invariant
+
+    @property
+    def loops_layers(self) -> bool:
+        """Whether all layers share one compiled body. A CPU compiles far less; a GPU would wait at each branch."""
+        return self.target == "cpu"
+
+    @property
     def activation_dtype(self) -> np.dtype:
         """Dtype of streams and activations between ops."""
         return np.dtype(ml_dtypes.bfloat16 if self.policy.rounds_activations else np.float32)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.config.roles import LayerRole
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.batch import Rows
-from deepinfer_jax.model.params import EngramParams
+from deepinfer_jax.model.layer import Layer, pick
+from deepinfer_jax.model.params import EngramParams, layer_slice
+from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
 from deepinfer_jax.ops import engram as engram_math
 from deepinfer_jax.ops.linear import linear
@@ -53,6 +54,31 @@ def token_context(
     return jnp.stack(columns, axis=1), jnp.stack(exists, axis=1), dataclasses.replace(state, history=history)
 
 
+def engram(
+    params: EngramParams,
+    streams: Float[Array, "T C D"],
+    context: Int[Array, "T M"],
+    exists: Bool[Array, "T M"],
+    is_text: Bool[Array, " T"],
+    layer: Layer,
+    *,
+    config: RuntimeConfig,
+    stages: Stages,
+) -> Float[Array, "T C D"]:
+    """The streams with the looked-up memory mixed in, at layers that have a table."""
+
+    def with_table(ordinal: int) -> Float[Array, "T C D"]:
+        prefix = f"layers.{layer.layer}"
+        entering = stages.note(f"{prefix}.engram_in", streams)
+        hashed = table_rows(params.token_map, context, exists, ordinal=ordinal, config=config.model)
+        hashed = stages.note(f"{prefix}.engram_rows", hashed)
+        mixed = _mix_in(params, entering, hashed, is_text, ordinal=ordinal, config=config)
+        return stages.note(f"{prefix}.engram_out", mixed)
+
+    tables = [lambda ordinal=ordinal: with_table(ordinal) for ordinal in range(len(params.embed))]
+    return pick(layer.engram_kind, [lambda: streams, *tables])
+
+
 def table_rows(
     token_map: Int[Array, " V"],
     context: Int[Array, "T M"],
@@ -72,29 +98,23 @@ def table_rows(
     )
 
 
-def engram(
+def _mix_in(
     params: EngramParams,
     streams: Float[Array, "T C D"],
     hashed: Int[Array, "T N"],
     is_text: Bool[Array, " T"],
     *,
-    role: LayerRole,
+    ordinal: int,
     config: RuntimeConfig,
 ) -> Float[Array, "T C D"]:
-    """The streams with the looked-up memory mixed in."""
-    ordinal, model = role.engram_ordinal, config.model
-    table = params.embed[ordinal]
+    """Look-up, projection and gate (spec: engram 4)."""
+    model, table = config.model, params.embed[ordinal]
     found = ScaledArray(
         payload=table.payload[hashed], scale=None if table.scale is None else table.scale[hashed], block=table.block
     )
     memory = dequantize(found, streams.dtype).reshape(hashed.shape[0], -1)
     memory = fp8_roundtrip(memory) if config.policy.quantizes_activations else memory
-    wkv = ScaledArray(
-        payload=params.wkv.payload[ordinal],
-        scale=None if params.wkv.scale is None else params.wkv.scale[ordinal],
-        block=params.wkv.block,
-    )
-    projected = linear(memory, wkv, tile=config.product_tile)
+    projected = linear(memory, layer_slice(params.wkv, ordinal), tile=config.product_tile)
     keys = projected[:, : model.hc_mult * model.hidden_size].reshape(streams.shape)
     value = projected[:, model.hc_mult * model.hidden_size :]
     return engram_math.gate(streams, keys, value, params.q_weight[ordinal], params.k_weight[ordinal], is_text)

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.batch import Rows
+from deepinfer_jax.model.layer import Index
 from deepinfer_jax.model.params import ExpertParams, MoeParams, layer_slice
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.ops import moe as experts_math
@@ -16,7 +17,7 @@ def moe(
     u: Float[Array, "T D"],
     rows: Rows,
     *,
-    layer: int,
+    layer: Index,
     config: RuntimeConfig,
     stages: Stages,
 ) -> Float[Array, "T D"]:

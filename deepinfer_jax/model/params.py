@@ -162,7 +162,7 @@ class LeafSpec:
             return payload
         block = (WEIGHT_BLOCK, WEIGHT_BLOCK) if self.storage == "fp8" else (1, FP8_GROUP)
         scale = make("scale", self.scale_shape, np.dtype(ml_dtypes.float8_e8m0fnu))
-        return ScaledArray(payload=payload, scale=scale, block=block)
+        return _unchecked(ScaledArray, {"payload": payload, "scale": scale, "block": block})
 
 
 _PAYLOAD_DTYPES: dict[str, Any] = {
@@ -306,8 +306,8 @@ def abstract_params(config: ModelConfig) -> Params:
     return build_params(leaves, config)
 
 
-def layer_slice[T](tree: T, ordinal: int) -> T:
-    """One layer of stacked parameters."""
+def layer_slice[T](tree: T, ordinal: int | Int[Array, ""]) -> T:
+    """One layer of stacked parameters, by a Python or a traced index."""
     return jax.tree.map(operator.itemgetter(ordinal), tree)
 
 

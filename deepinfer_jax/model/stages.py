@@ -19,6 +19,11 @@ class Stages:
         self._noted: set[str] = set()
         self.captured: dict[str, Array] = {}
 
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is to be captured or forced."""
+        return bool(self._capture or self._forced)
+
     def wants(self, name: str) -> bool:
         """Whether a stage would be returned; lets costly views be built only on demand."""
         return any(fnmatchcase(name, pattern) for pattern in self._capture)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
-from deepinfer_jax.ops.invariant import round_to
+from deepinfer_jax.ops.invariant import repeat, round_to
 
 KEY_BLOCK = 64  # keys that share one running maximum; part of the numerics
 _FIRST_MAX = -1e30
@@ -16,7 +16,11 @@ LoadBlock = Callable[[Array], tuple[Float[Array, "B M K"], Bool[Array, "B M"]]]
 
 
 def attend_blocks(
-    q: Float[Array, "B H K"], segments: Sequence[tuple[LoadBlock, int]], sink: Float32[Array, " H"]
+    q: Float[Array, "B H K"],
+    segments: Sequence[tuple[LoadBlock, int]],
+    sink: Float32[Array, " H"],
+    *,
+    has_fixed_trips: bool = False,
 ) -> Float[Array, "B H K"]:
     """Attention of B rows over blocks of 64 keys each; a key is also its value.
 
@@ -45,8 +49,7 @@ def attend_blocks(
         jnp.zeros((rows, heads, width), jnp.float32),
     )
     for load_block, count in segments:
-        indices = jnp.arange(count, dtype=jnp.int32)
-        carry, _ = lax.scan(lambda c, i, load=load_block: (step(c, load(i)), None), carry, indices)
+        carry = repeat(count, lambda i, c, load=load_block: step(c, load(i)), carry, has_fixed_trips=has_fixed_trips)
     peak, total, acc = carry
     total = total + jnp.exp(sink[None, :] - peak)
     return round_to(acc / total[..., None], q.dtype)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from deepinfer_jax.ops.invariant import round_to
+from deepinfer_jax.ops.invariant import repeat, round_to
 
 SCORE_BLOCK = 128  # keys of one score product: fixed, so that a score's bits do not depend on the context length
 
@@ -38,12 +38,19 @@ def score_entries(
     entries: Int[Array, "B N"],
     load_keys: Callable[[Int[Array, "B M"]], Float[Array, "B M K"]],
     num_visible: Int[Array, " B"],
+    *,
+    has_fixed_trips: bool = False,
 ) -> Float32[Array, "B N"]:
     """Index scores of the listed entries, -inf where an entry is -1 or not visible; N is a multiple of 128."""
-    rows, width = entries.shape
-    blocks = entries.reshape(rows, width // SCORE_BLOCK, SCORE_BLOCK).transpose(1, 0, 2)
-    scores = lax.map(lambda block: score_block(queries, weights, load_keys(block)), blocks)
-    scores = scores.transpose(1, 0, 2).reshape(rows, width)
+    width = entries.shape[1]
+
+    def step(block: Array, scores: Float32[Array, "B N"]) -> Float32[Array, "B N"]:
+        listed = lax.dynamic_slice_in_dim(entries, block * SCORE_BLOCK, SCORE_BLOCK, axis=1)
+        made = score_block(queries, weights, load_keys(listed))
+        return lax.dynamic_update_slice_in_dim(scores, made, block * SCORE_BLOCK, axis=1)
+
+    blank = jnp.zeros(entries.shape, jnp.float32)
+    scores = repeat(width // SCORE_BLOCK, step, blank, has_fixed_trips=has_fixed_trips)
     visible = (entries >= 0) & (entries < num_visible[:, None])
     return jnp.where(visible, scores, -jnp.inf)
 
@@ -99,6 +106,13 @@ def pad_entries(entries: Int[Array, "B N"]) -> Int[Array, "B M"]:
     """The list filled up with -1 to a multiple of 128."""
     missing = -entries.shape[1] % SCORE_BLOCK
     return jnp.pad(entries, ((0, 0), (0, missing)), constant_values=-1)
+
+
+def spread(values: Float32[Array, "B N"], entries: Int[Array, "B N"], *, width: int) -> Float32[Array, "B M"]:
+    """Values of the listed entries at their own places among `width`, -inf elsewhere."""
+    at_row = jnp.arange(entries.shape[0], dtype=jnp.int32)[:, None]
+    place = jnp.where(entries >= 0, entries, width)
+    return jnp.full((entries.shape[0], width), -jnp.inf, jnp.float32).at[at_row, place].set(values, mode="drop")
 
 
 def blocks_of_mask(mask: Bool[Array, "B N"], *, block_size: int, count: int) -> Int[Array, "B M"]:

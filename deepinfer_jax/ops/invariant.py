@@ -13,7 +13,17 @@ from jax import lax
 from jaxtyping import Array, Float
 
 
-def map_rows[R](fn: Callable[..., R], *arrays: Array, tile: int | None) -> R:
+def repeat[C](count: int, step: Callable[[Array, C], C], carry: C, *, has_fixed_trips: bool = False) -> C:
+    """`step(i, carry)` for i in 0..count-1, compiled to the same loop body for every count.
+
+    The compiler does not learn the count: it would inline a loop of one trip into its surroundings and fuse it
+    differently, which changes bits. `has_fixed_trips` gives that up for a loop that can be differentiated.
+    """
+    stop = count if has_fixed_trips else lax.optimization_barrier(jnp.int32(count))
+    return lax.fori_loop(0, stop, step, carry)
+
+
+def map_rows[R](fn: Callable[..., R], *arrays: Array, tile: int | None, has_fixed_trips: bool = False) -> R:
     """`fn` over consecutive tiles of `tile` leading rows; None means one call with all rows.
 
     The last tile is filled up with zeros (False, 0); its extra rows are cut from the results. Every result of `fn`
@@ -24,7 +34,16 @@ def map_rows[R](fn: Callable[..., R], *arrays: Array, tile: int | None) -> R:
     rows = arrays[0].shape[0]
     num_tiles = -(-rows // tile)
     tiled = [_split(a, num_tiles, tile) for a in arrays]
-    result = lax.map(lambda parts: fn(*parts), tuple(tiled))
+    shapes = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in tiled))
+    blank = jax.tree.map(lambda s: jnp.zeros((num_tiles, *s.shape), s.dtype), shapes)
+
+    def step(index: Array, results: R) -> R:
+        made = fn(*(lax.dynamic_index_in_dim(a, index, keepdims=False) for a in tiled))
+        return jax.tree.map(
+            lambda all_tiles, one: lax.dynamic_update_index_in_dim(all_tiles, one, index, 0), results, made
+        )
+
+    result = repeat(num_tiles, step, blank, has_fixed_trips=has_fixed_trips)
     return jax.tree.map(lambda r: r.reshape(num_tiles * tile, *r.shape[2:])[:rows], result)
 
 

@@ -37,9 +37,14 @@ def entry_place(
     return jnp.where(is_inside, page, -1), jnp.where(is_inside, entries % page_entries, 0)
 
 
+def pages_of(page_table: Int[Array, "S M"], slots: Int[Array, " B"]) -> Int[Array, "B M"]:
+    """The page list of each row's request; -1 everywhere for a padding row."""
+    return page_table.at[slots].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+
+
 def take_rows(cache: ScaledArray, *index: int | Int[Array, "..."]) -> ScaledArray:
     """Rows of a packed cache by its leading axes; a negative index gives a row of zeros."""
-    arrays = [i for i in index if not isinstance(i, int)]
+    arrays = [i for i in index if not isinstance(i, int) and i.ndim]
     exists = jnp.stack(jnp.broadcast_arrays(*[a >= 0 for a in arrays])).all(axis=0)
 
     def take(array: Array, missing: int) -> Array:
@@ -51,21 +56,25 @@ def take_rows(cache: ScaledArray, *index: int | Int[Array, "..."]) -> ScaledArra
     return ScaledArray(payload=take(cache.payload, 0), scale=scale, block=cache.block)
 
 
-def put_rows(cache: ScaledArray, rows: ScaledArray, *index: int | Int[Array, " T"]) -> ScaledArray:
-    """The cache with rows written at its leading axes; a row with a negative index is dropped.
+def put_rows(
+    cache: ScaledArray, rows: ScaledArray, lead: int | Int[Array, ""], *index: Int[Array, " T"]
+) -> ScaledArray:
+    """The cache with rows written at (lead, *index); a row with a negative index is dropped.
 
     No two kept rows may have the same place.
     """
-    arrays = [i for i in index if not isinstance(i, int)]
-    is_kept = jnp.stack([a >= 0 for a in arrays]).all(axis=0)
-    limit = jnp.iinfo(jnp.int32).max
-    place = tuple(i if isinstance(i, int) else jnp.where(is_kept, i, limit) for i in index)
+    scale = None
+    if cache.scale is not None and rows.scale is not None:
+        scale = put_array(cache.scale, rows.scale, lead, *index)
+    payload = put_array(cache.payload, rows.payload, lead, *index)
+    return ScaledArray(payload=payload, scale=scale, block=cache.block)
 
-    def put(array: Array, values: Array) -> Array:
-        return array.at[place].set(values, mode="drop", unique_indices=False)
 
-    scale = None if cache.scale is None or rows.scale is None else put(cache.scale, rows.scale)
-    return ScaledArray(payload=put(cache.payload, rows.payload), scale=scale, block=cache.block)
+def put_array(cache: Array, rows: Array, lead: int | Int[Array, ""], *index: Int[Array, " T"]) -> Array:
+    """`put_rows` for a plain array."""
+    is_kept = jnp.stack([i >= 0 for i in index]).all(axis=0)
+    outside = jnp.iinfo(jnp.int32).max
+    return cache.at[lead, *(jnp.where(is_kept, i, outside) for i in index)].set(rows, mode="drop")
 
 
 def select_rows(condition: Bool[Array, "..."], a: ScaledArray, b: ScaledArray) -> ScaledArray:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -42,7 +43,7 @@ RULES: dict[str, AxisRule] = {
 PADDED_AXES = frozenset({"engram_row"})
 
 
-def make_mesh(dp: int, cp: int, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(dp: int, cp: int, *, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of dp x cp devices with automatic axes, from `devices` or the first attached ones."""
     if dp < 1 or cp < 1:
         raise ValueError(f"dp={dp} and cp={cp} must both be at least 1")

@@ -39,7 +39,11 @@ Mass = tuple[UInt32[Array, "T 1"], UInt32[Array, "T 1"]]  # high and low words
 
 @pytree_dataclass
 class SampleRows:
-    """What each row of a sampling step asks for."""
+    """What each row of a sampling step asks for.
+
+    Padding rows are greedy with top_p 1 and top_k -1: a step in which no row filters, or none samples,
+    skips that work.
+    """
 
     seed_lo: UInt32[Array, " T"]
     seed_hi: UInt32[Array, " T"]
@@ -112,6 +116,8 @@ def process(logits: Float32[Array, "T V"], rows: SampleRows) -> Processed:
     """
     if logits.shape[1] > MAX_VOCAB:
         raise ValueError(f"a vocabulary of {logits.shape[1]} is above {MAX_VOCAB}")
+    # Whatever made the logits is rounded before the subtraction below can be fused with it.
+    logits = jax.lax.optimization_barrier(logits)
     scaled, is_possible = scaled_distances(logits, rows.inverse_temperature)
     distances = _fixed_point(scaled, draw.SCORE_BITS, _MAX_DISTANCE_Q24)
     limbs = _weight_limbs(distances, is_possible)

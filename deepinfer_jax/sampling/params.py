@@ -48,8 +48,8 @@ class SamplingParams:
     seq_seed: seed of this sequence modulo 2^64, None to draw one for each request.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | int = 1.0
+    top_p: float | int = 1.0
     top_k: int = -1
     ignore_eos: bool = False
     max_tokens: int = 16

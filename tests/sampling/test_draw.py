@@ -23,8 +23,9 @@ EDGE_WORDS = np.array(
 )
 
 
-def split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return (words >> np.uint64(32)).astype(np.uint32), words.astype(np.uint32)
+def split(words: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    high, low = (words >> np.uint64(32)).astype(np.uint32), words.astype(np.uint32)
+    return jnp.asarray(high), jnp.asarray(low)
 
 
 def sampled_words(count: int) -> np.ndarray:

@@ -1,0 +1,278 @@
+"""The released tensor names, and the shape and dtype of every tensor that a released checkpoint holds.
+
+This file is the only place that spells a name. The tensors of the text backbone come from the parameter schema;
+the vision tower, the aligner and the draft stages have no schema here and are listed (spec: checkpoint 2, vision 2,
+dspark 2).
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.model.params import LeafSpec, Storage, schema
+
+# Leaves of the parameter tree that no checkpoint holds.
+DERIVED_LEAVES = frozenset({"engram.token_map"})
+
+# Schema path -> name inside a block ("layers.L." or "mtp.K."). A scaled weight NAME.weight has its NAME.scale.
+_BLOCK_NAMES: dict[str, str] = {
+    "attn_norm": "attn_norm.weight",
+    "ffn_norm": "ffn_norm.weight",
+    "attention.wq_a": "attn.wq_a.weight",
+    "attention.q_norm": "attn.q_norm.weight",
+    "attention.wq_b": "attn.wq_b.weight",
+    "attention.wkv": "attn.wkv.weight",
+    "attention.kv_norm": "attn.kv_norm.weight",
+    "attention.attn_sink": "attn.attn_sink",
+    "attention.wo_a": "attn.wo_a.weight",
+    "attention.wo_b": "attn.wo_b.weight",
+    "hc_attn.fn": "hc_attn_fn",
+    "hc_attn.scale": "hc_attn_scale",
+    "hc_attn.base": "hc_attn_base",
+    "hc_ffn.fn": "hc_ffn_fn",
+    "hc_ffn.scale": "hc_ffn_scale",
+    "hc_ffn.base": "hc_ffn_base",
+    "moe.gate": "ffn.gate.weight",
+    "moe.bias": "ffn.gate.bias",
+    "moe.bias_vl": "ffn.gate.bias_vl",
+    "moe.experts.w1": "ffn.experts.{expert}.w1.weight",
+    "moe.experts.w2": "ffn.experts.{expert}.w2.weight",
+    "moe.experts.w3": "ffn.experts.{expert}.w3.weight",
+    "moe.shared.w1": "ffn.shared_experts.w1.weight",
+    "moe.shared.w2": "ffn.shared_experts.w2.weight",
+    "moe.shared.w3": "ffn.shared_experts.w3.weight",
+}
+# Blocks of the backbone only.
+_LAYER_NAMES: dict[str, str] = {
+    "compressor.wkv": "attn.compressor.wkv.weight",
+    "compressor.wgate": "attn.compressor.wgate.weight",
+    "compressor.norm": "attn.compressor.norm.weight",
+    "indexer.wq_b": "attn.indexer.wq_b.weight",
+    "indexer.weights_proj": "attn.indexer.weights_proj.weight",
+    "indexer.wk": "attn.indexer.wk.weight",
+    "indexer.k_norm": "attn.indexer.k_norm.weight",
+    "engram.embed": "engram.embed.weight",
+    "engram.wkv": "engram.wkv.weight",
+    "engram.q_weight": "engram.q_weight",
+    "engram.k_weight": "engram.k_weight",
+}
+_WHOLE_NAMES: dict[str, str] = {"embed": "embed.weight", "head": "head.weight", "norm": "norm.weight"}
+
+_GROUPS: dict[str, str] = {  # longest matching prefix of a schema path -> group of the inventory
+    "embed": "embed and head",
+    "head": "embed and head",
+    "norm": "norms",
+    "attn_norm": "norms",
+    "ffn_norm": "norms",
+    "attention": "attention",
+    "compressor": "compressor",
+    "indexer": "indexer",
+    "hc_attn": "mHC",
+    "hc_ffn": "mHC",
+    "moe": "router",
+    "moe.experts": "routed experts",
+    "moe.shared": "shared experts",
+    "engram": "Engram",
+}
+_DTYPES: dict[Storage, str] = {
+    "fp8": "F8_E4M3",
+    "fp4": "I8",
+    "fp8_rows": "F8_E4M3",
+    "bf16": "BF16",
+    "f32": "F32",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """What a checkpoint holds under one name.
+
+    dtypes: accepted safetensors dtypes, the released one first. num_parameters: logical values, 0 for scales.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    group: str
+    num_parameters: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the released dtype."""
+        return math.prod(self.shape) * {"BF16": 2, "F32": 4}.get(self.dtypes[0], 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupTotals:
+    """Sums over the tensors of one group."""
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+    num_parameters: int = 0
+
+
+def num_lead_axes(spec: LeafSpec) -> int:
+    """How many leading axes of a leaf run over separate tensors: layers, then experts."""
+    return (spec.stack is not None) + ("expert" in spec.axes)
+
+
+def payload_name(spec: LeafSpec, config: ModelConfig, lead: tuple[int, ...] = ()) -> str:
+    """The name of the tensor at these leading indices of a leaf."""
+    if spec.path in _WHOLE_NAMES:
+        return _WHOLE_NAMES[spec.path]
+    path, layer = spec.path, spec.stack[lead[0]] if spec.stack is not None else -1
+    if path.startswith("engram.embed."):
+        path, ordinal = path.rsplit(".", 1)
+        layer = config.engram_layer_ids[int(ordinal)]
+    template = _BLOCK_NAMES[path] if path in _BLOCK_NAMES else _LAYER_NAMES[path]
+    expert = lead[1] if len(lead) > 1 else -1
+    return f"layers.{layer}.{template.format(expert=expert)}"
+
+
+def scale_name(name: str) -> str:
+    """The name of the scales that belong to a weight."""
+    return f"{name.removesuffix('.weight')}.scale"
+
+
+def expected_tensors(config: ModelConfig, *, is_quantized: bool = True) -> dict[str, TensorSpec]:
+    """Every tensor of a checkpoint of this shape, vision and draft stages included, in a stable order.
+
+    is_quantized=False: the unpacked form, the same names without scales, weights in BF16 or F32.
+    """
+    tensors: dict[str, TensorSpec] = {}
+    for kind in _kinds(config):
+        payload, scale = _specs(kind, is_quantized)
+        for name in kind.names:
+            tensors[name] = payload
+            if scale is not None:
+                tensors[scale_name(name)] = scale
+    return tensors
+
+
+def inventory(config: ModelConfig) -> dict[str, GroupTotals]:
+    """Tensors, bytes and parameters of a released checkpoint by group (spec: checkpoint 2)."""
+    totals: dict[str, GroupTotals] = {}
+    for kind in _kinds(config):
+        old, count = totals.get(kind.group, GroupTotals()), len(kind.names)
+        stored = [spec for spec in _specs(kind, is_quantized=True) if spec is not None]
+        totals[kind.group] = GroupTotals(
+            num_tensors=old.num_tensors + count * len(stored),
+            num_bytes=old.num_bytes + count * sum(s.num_bytes for s in stored),
+            num_parameters=old.num_parameters + count * sum(s.num_parameters for s in stored),
+        )
+    return totals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """Tensors that differ in nothing but their name; shape: the logical one."""
+
+    names: tuple[str, ...]
+    storage: Storage
+    shape: tuple[int, ...]
+    group: str
+
+
+def _specs(kind: _Kind, is_quantized: bool) -> tuple[TensorSpec, TensorSpec | None]:
+    """What is stored under each name of a kind, and under the name of its scales."""
+    num_parameters = math.prod(kind.shape)
+    if not is_quantized:
+        dtypes = ("F32",) if kind.storage == "f32" else ("BF16", "F32")
+        return TensorSpec(shape=kind.shape, dtypes=dtypes, group=kind.group, num_parameters=num_parameters), None
+    leaf = LeafSpec(path=kind.names[0], shape=kind.shape, storage=kind.storage, axes=())
+    dtypes = (_DTYPES[kind.storage],)
+    if kind.storage == "bf16" and _is_flexible(kind.names[0]):
+        dtypes = (*dtypes, "F32")
+    payload = TensorSpec(shape=leaf.payload_shape, dtypes=dtypes, group=kind.group, num_parameters=num_parameters)
+    if leaf.scale_shape is None:
+        return payload, None
+    scale = TensorSpec(shape=leaf.scale_shape, dtypes=("F8_E8M0",), group=kind.group, num_parameters=0)
+    return payload, scale
+
+
+def _is_flexible(name: str) -> bool:
+    """Whether a tensor may be BF16 or F32 (fixtures: storage dtypes): norms, compressors, vision."""
+    return "norm" in name or ".compressor." in name or name.startswith(("vision.", "aligner."))
+
+
+def _kinds(config: ModelConfig) -> Iterator[_Kind]:
+    for spec in schema(config):
+        if spec.path not in DERIVED_LEAVES:
+            num_lead = num_lead_axes(spec)
+            leads = itertools.product(*map(range, spec.shape[:num_lead]))
+            yield _Kind(
+                names=tuple(payload_name(spec, config, lead) for lead in leads),
+                storage=spec.storage,
+                shape=spec.shape[num_lead:],
+                group=_group(spec.path),
+            )
+    for stage in range(config.num_nextn_predict_layers):
+        yield from _draft_block(config, f"mtp.{stage}")
+    yield from _draft_extras(config)
+    yield from _vision(config)
+
+
+def _group(path: str) -> str:
+    return _GROUPS[max((p for p in _GROUPS if path == p or path.startswith(f"{p}.")), key=len)]
+
+
+def _draft_block(config: ModelConfig, prefix: str) -> Iterator[_Kind]:
+    """A window-only block: the backbone's shapes with the draft's number of experts."""
+    num_experts = config.dspark_n_routed_experts
+    for spec in schema(config):
+        if spec.path not in _BLOCK_NAMES:
+            continue
+        is_expert = "expert" in spec.axes
+        shape = tuple(
+            num_experts if axis == "router" else size for axis, size in zip(spec.axes, spec.shape, strict=True)
+        )
+        template = f"{prefix}.{_BLOCK_NAMES[spec.path]}"
+        yield _Kind(
+            names=tuple(template.format(expert=e) for e in range(num_experts if is_expert else 1)),
+            storage=spec.storage,
+            shape=shape[num_lead_axes(spec) :],
+            group="mtp",
+        )
+
+
+def _draft_extras(config: ModelConfig) -> Iterator[_Kind]:
+    c = config
+    if not c.num_nextn_predict_layers:
+        return
+    d, first, last = c.hidden_size, "mtp.0", f"mtp.{c.num_nextn_predict_layers - 1}"
+    vocab = (c.vocab_size, c.dspark_markov_rank)
+    yield _one(f"{first}.main_proj.weight", (d, len(c.dspark_target_layer_ids) * d), "mtp", "fp8")
+    yield _one(f"{first}.main_norm.weight", (d,), "mtp")
+    yield _one(f"{last}.norm.weight", (d,), "mtp")
+    yield _one(f"{last}.markov_head.embed.weight", vocab, "mtp")
+    yield _one(f"{last}.markov_head.head.weight", vocab, "mtp")
+    yield _one(f"{last}.confidence_head.proj.weight", (1, d + c.dspark_markov_rank), "mtp")
+
+
+def _vision(config: ModelConfig) -> Iterator[_Kind]:
+    v, d = config.vision, config.hidden_size
+    width, inner = v.hidden_size, v.intermediate_size
+    yield from _linear("vision.patch_embed.proj", width, 3 * v.patch_size**2, "vision")
+    for block in range(v.num_hidden_layers):
+        prefix = f"vision.blocks.{block}"
+        yield _one(f"{prefix}.norm1.weight", (width,), "vision")
+        yield _one(f"{prefix}.norm2.weight", (width,), "vision")
+        yield from _linear(f"{prefix}.attn.wqkv", 3 * width, width, "vision")
+        yield from _linear(f"{prefix}.attn.wo", width, width, "vision")
+        yield _one(f"{prefix}.mlp.w1.weight", (2 * inner, width), "vision")
+        yield _one(f"{prefix}.mlp.w2.weight", (width, inner), "vision")
+    yield _one("vision.norm.weight", (width,), "vision")
+    yield from _linear("aligner.w1", d, v.downsample_ratio**2 * width, "aligner")
+    yield from _linear("aligner.w2", d, d, "aligner")
+    for name in ("image_start", "image_newline", "image_end"):
+        yield _one(name, (d,), "image span")
+
+
+def _linear(name: str, out_width: int, in_width: int, group: str) -> Iterator[_Kind]:
+    yield _one(f"{name}.weight", (out_width, in_width), group)
+    yield _one(f"{name}.bias", (out_width,), group)
+
+
+def _one(name: str, shape: tuple[int, ...], group: str, storage: Storage = "bf16") -> _Kind:
+    return _Kind(names=(name,), storage=storage, shape=shape, group=group)

@@ -1,0 +1,143 @@
+"""What a KV source writes for the layers after it: main KV, index K, compressor rows (spec: backbone 4.3, 5.1)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.model.batch import Rows
+from deepinfer_jax.model.layer import Layer, compressed_frequencies, pick
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.selection import index_rows
+from deepinfer_jax.model.stages import Stages
+from deepinfer_jax.model.state import RATIOS, State
+from deepinfer_jax.ops import compress, paged, rope
+from deepinfer_jax.ops.invariant import round_to
+from deepinfer_jax.ops.linear import linear, linear_f32
+from deepinfer_jax.ops.norm import rms_norm
+from deepinfer_jax.ops.quant import ScaledArray, quantize_main_kv
+from deepinfer_jax.ops.quant import dequantize
+from deepinfer_jax.pytree import pytree_dataclass
+
+
+@pytree_dataclass
+class SourceRows:
+    """What one source layer hands to its caches: one candidate entry for each row of the step."""
+
+    main_kv: ScaledArray
+    index_key: ScaledArray
+    pairs: Float32[Array, "T 2*L"]  # unrounded [kv | score]; zeros at ratio 1
+
+
+def write_sources(
+    params: Params,
+    state: State,
+    x: Float[Array, "T D"],
+    rows: Rows,
+    layer: Layer,
+    *,
+    config: RuntimeConfig,
+    stages: Stages,
+) -> State:
+    """The state with this step's entries of a source layer; unchanged at other layers.
+
+    The rows are computed by the layer's variant only; the writes themselves always run, with every index at -1 where
+    there is nothing to write, so that the caches are updated in place.
+    """
+
+    def variant(ratio: int) -> SourceRows:
+        return _source_rows(params, state, x, rows, layer, ratio=ratio, config=config, stages=stages)
+
+    def nothing() -> SourceRows:
+        blank = jnp.zeros((x.shape[0], config.model.head_dim), x.dtype)
+        key = jnp.zeros((x.shape[0], config.model.index_head_dim), x.dtype)
+        return SourceRows(
+            main_kv=_main_rows(blank, config=config),
+            index_key=index_rows(key, config=config),
+            pairs=jnp.zeros((x.shape[0], 2 * config.model.head_dim), jnp.float32),
+        )
+
+    made = pick(layer.source_kind, [nothing, lambda: variant(2), lambda: variant(1)])
+    main_kv, index_k = list(state.main_kv), list(state.index_k)
+    for which, ratio in enumerate(RATIOS):
+        if isinstance(layer.source_kind, int) and layer.source_kind != which + 1:
+            continue
+        at = _entry_places(rows, layer, ratio=ratio, which=which, config=config)
+        main_kv[which] = paged.put_rows(main_kv[which], made.main_kv, layer.cache_ordinal, *at)
+        index_k[which] = paged.put_rows(index_k[which], made.index_key, layer.cache_ordinal, *at)
+    tails = state.tails
+    if not isinstance(layer.source_kind, int) or layer.source_kind == 1:
+        slots, places = ring_places(rows, config.tail_len)
+        slots = jnp.where(jnp.asarray(layer.source_kind) == 1, slots, -1)
+        tails = paged.put_array(tails, made.pairs, layer.cache_ordinal, slots, places)
+    return dataclasses.replace(state, main_kv=tuple(main_kv), index_k=tuple(index_k), tails=tails)
+
+
+def ring_places(rows: Rows, ring_len: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """Slot and ring row of each row of the step; slot -1 where a later row of this step takes the same place."""
+    is_kept = rows.is_live & (rows.num_after < ring_len)
+    return jnp.where(is_kept, rows.slots, -1), rows.positions % ring_len
+
+
+def _main_rows(latent: Float[Array, "T L"], *, config: RuntimeConfig) -> ScaledArray:
+    if config.policy.quantizes_caches:
+        return quantize_main_kv(latent)
+    return ScaledArray(payload=latent.astype(jnp.float32), scale=None)
+
+
+def _source_rows(
+    params: Params,
+    state: State,
+    x: Float[Array, "T D"],
+    rows: Rows,
+    layer: Layer,
+    *,
+    ratio: int,
+    config: RuntimeConfig,
+    stages: Stages,
+) -> SourceRows:
+    """The entry that each row would close, rotated at the first position of its group."""
+    model, tile, prefix = config.model, config.product_tile, f"layers.{layer.layer}"
+    wkv = params.compressor.wkv[layer.kv_ordinal]
+    if ratio == 1:
+        pairs = jnp.zeros((x.shape[0], 2 * model.head_dim), jnp.float32)
+        pooled = linear(x, wkv, tile=tile)
+    else:
+        wgate = params.compressor.wgate[layer.cache_ordinal]
+        pairs = jnp.concatenate([linear_f32(x, wkv, tile=tile), linear_f32(x, wgate, tile=tile)], axis=-1)
+        stages.note(f"{prefix}.compress_pairs", pairs)
+        pooled = round_to(compress.pool_pair(_row_before(pairs, state, rows, layer, config=config), pairs), x.dtype)
+    latent = rms_norm(pooled, params.compressor.norm[layer.kv_ordinal], eps=model.rms_norm_eps)
+    latent = stages.note(f"{prefix}.compress_latent", latent)
+
+    cos, sin = rope.angles(rows.positions - (ratio - 1), compressed_frequencies(model))
+    main = _main_rows(rope.rotate(latent, cos, sin), config=config)
+    wk, k_norm = params.indexer.wk[layer.kv_ordinal], params.indexer.k_norm[layer.kv_ordinal]
+    key = rms_norm(linear(latent, wk, tile=tile), k_norm, eps=model.rms_norm_eps)
+    index_key = index_rows(rope.rotate(key, cos, sin), config=config)
+    stages.note(f"{prefix}.compress_kv", dequantize(main, x.dtype))
+    stages.note(f"{prefix}.index_k", dequantize(index_key, x.dtype))
+    return SourceRows(main_kv=main, index_key=index_key, pairs=pairs)
+
+
+def _row_before(
+    pairs: Float32[Array, "T L2"], state: State, rows: Rows, layer: Layer, *, config: RuntimeConfig
+) -> Float32[Array, "T L2"]:
+    """The compressor row of the position before each row: from this step, or from the request's tail."""
+    index = jnp.arange(pairs.shape[0], dtype=jnp.int32)
+    is_here = rows.first_row < index
+    place = jnp.maximum(rows.positions - 1, 0) % config.tail_len
+    kept = state.tails[layer.cache_ordinal, jnp.maximum(rows.slots, 0), place]
+    return jnp.where(is_here[:, None], pairs[jnp.maximum(index - 1, 0)], kept)
+
+
+def _entry_places(
+    rows: Rows, layer: Layer, *, ratio: int, which: int, config: RuntimeConfig
+) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """Page and offset of the entry that each row closes; page -1 where it closes none in this ratio's cache."""
+    closes = rows.is_live & ((rows.positions + 1) % ratio == 0) & (jnp.asarray(layer.source_kind) == which + 1)
+    entries = jnp.where(closes, rows.positions // ratio, -1)
+    column = jnp.maximum(entries, 0) * ratio // config.page_tokens
+    page = rows.page_table.at[rows.slots, column].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    return jnp.where(closes, page, -1), jnp.maximum(entries, 0) % (config.page_tokens // ratio)
