@@ -381,7 +381,7 @@ def _check_sources(c: ModelConfig) -> None:
         _require(len(ids) > 0, f"{name} is empty; the first layer with a ratio above 0 must be a source")
         _require(list(ids) == sorted(set(ids)), f"{name}={list(ids)} must rise strictly")
         _require(
-            0 <= ids[0] and ids[-1] < layers,
+            ids[0] >= 0 and ids[-1] < layers,
             f"{name}={list(ids)} has an id outside 0..num_hidden_layers-1={layers - 1}",
         )
         _require(

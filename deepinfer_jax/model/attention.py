@@ -1,71 +1,52 @@
-"""The attention sublayer of one layer: projections, caches, one softmax, output (spec: backbone 4)."""
-
-import dataclasses
+"""Attention of one layer: projections, one softmax over window and selected keys, output (spec: backbone 4)."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.batch import Rows
-from deepinfer_jax.model.layer import RATIO_OF_KIND, Layer, RopeTables, pick
-from deepinfer_jax.model.params import AttentionParams, Params, layer_slice
-from deepinfer_jax.model.selection import Selection, select
-from deepinfer_jax.model.sources import ring_places, write_sources
+from deepinfer_jax.model.params import AttentionParams
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import RATIOS, State
+from deepinfer_jax.model.variants import RATIO_OF_KIND, Layer, RopeTables, pick
 from deepinfer_jax.ops import paged, rope
 from deepinfer_jax.ops.attention import KEY_BLOCK, LoadBlock, attend_blocks
 from deepinfer_jax.ops.invariant import map_rows
 from deepinfer_jax.ops.linear import grouped_linear, linear
 from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip, quantize_fp8
+from deepinfer_jax.pytree import pytree_dataclass
 
 
-def attention(
-    params: Params,
-    state: State,
+@pytree_dataclass
+class Projected:
+    """What the projections of one layer make of its inputs."""
+
+    q_latent: Float[Array, "T Q"]  # normed; also the indexer's input
+    q: Float[Array, "T H K"]  # rotated
+    new_kv: ScaledArray  # rotated window latents in the form of the ring
+
+
+def project(
+    own: AttentionParams,
     x: Float[Array, "T D"],
-    selection: Selection,
-    rows: Rows,
     tables: RopeTables,
-    layer: Layer,
     *,
+    prefix: str,
     config: RuntimeConfig,
     stages: Stages,
-) -> tuple[Float[Array, "T D"], State, Selection]:
-    """The sublayer's output for normed inputs x, with the caches of these rows written.
-
-    Order: main KV and index K of this step, selection, attention over ring and new rows, then the ring: a chunk may
-    overwrite ring rows that its own first queries need.
-    """
-    model, tile, prefix = config.model, config.product_tile, f"layers.{layer.layer}"
-    own = layer_slice(params.attention, layer.layer)
-    cos, sin = tables.of(layer)
-
+) -> Projected:
+    """Queries and window KV of normed inputs x (spec: backbone 4.2)."""
+    model = config.model
     x_in = fp8_roundtrip(x) if config.policy.quantizes_activations else x
-    q_latent = rms_norm(linear(x_in, own.wq_a, tile=tile), own.q_norm, eps=model.rms_norm_eps)
+    q_latent = rms_norm(linear(x_in, own.wq_a), own.q_norm, eps=model.rms_norm_eps)
     q_latent = stages.note(f"{prefix}.q_latent", q_latent)
     q_in = fp8_roundtrip(q_latent) if config.policy.quantizes_activations else q_latent
-    q = linear(q_in, own.wq_b, tile=tile).reshape(-1, model.num_attention_heads, model.head_dim)
-    q = rope.rotate(q, cos, sin)
-    kv = rms_norm(linear(x_in, own.wkv, tile=tile), own.kv_norm, eps=model.rms_norm_eps)
-    new_kv = window_rows(rope.rotate(kv, cos, sin), config=config)
+    q = linear(q_in, own.wq_b).reshape(-1, model.num_attention_heads, model.head_dim)
+    kv = rms_norm(linear(x_in, own.wkv), own.kv_norm, eps=model.rms_norm_eps)
+    new_kv = window_rows(rope.rotate(kv, tables.cos, tables.sin), config=config)
     stages.note(f"{prefix}.window_kv", dequantize(new_kv, x.dtype))
-
-    state = write_sources(params, state, x, rows, layer, config=config, stages=stages)
-    selection = select(
-        params.indexer, selection, state, x, q_latent, (cos, sin), rows, layer, config=config, stages=stages
-    )
-    variants = [
-        lambda ratio=ratio: _attend(
-            q, new_kv, state, selection.entries, own.attn_sink, rows, layer, ratio=ratio, config=config
-        )
-        for ratio in RATIO_OF_KIND
-    ]
-    out = rope.rotate(pick(layer.ratio_kind, variants), cos, sin, inverse=True)
-    slots, places = ring_places(rows, config.ring_len)
-    state = dataclasses.replace(state, window=paged.put_rows(state.window, new_kv, layer.layer, slots, places))
-    return _project_out(own, out, config=config), state, selection
+    return Projected(q_latent=q_latent, q=rope.rotate(q, tables.cos, tables.sin), new_kv=new_kv)
 
 
 def window_rows(kv: Float[Array, "T L"], *, config: RuntimeConfig) -> ScaledArray:
@@ -75,7 +56,30 @@ def window_rows(kv: Float[Array, "T L"], *, config: RuntimeConfig) -> ScaledArra
     return ScaledArray(payload=kv.astype(jnp.float32), scale=None)
 
 
-def _attend(
+def attend(
+    q: Float[Array, "T H K"],
+    new_kv: ScaledArray,
+    state: State,
+    entries: Int[Array, "T N"],
+    sink: Float[Array, " H"],
+    rows: Rows,
+    layer: Layer,
+    *,
+    config: RuntimeConfig,
+) -> Float[Array, "T H K"]:
+    """Attention over the key list of each row: W window places in position order, then the selected entries.
+
+    Window keys at positions of this step come from `new_kv`, older ones from the ring, which must not hold this step's
+    rows yet: a chunk may overwrite ring rows that its own first queries need.
+    """
+
+    def variant(ratio: int) -> Float[Array, "T H K"]:
+        return _attend_variant(q, new_kv, state, entries, sink, rows, layer, ratio=ratio, config=config)
+
+    return pick(layer.ratio_kind, [lambda ratio=ratio: variant(ratio) for ratio in RATIO_OF_KIND])
+
+
+def _attend_variant(
     q: Float[Array, "T H K"],
     new_kv: ScaledArray,
     state: State,
@@ -87,7 +91,6 @@ def _attend(
     ratio: int,
     config: RuntimeConfig,
 ) -> Float[Array, "T H K"]:
-    """Attention over the key list of each row: W window places in position order, then the selected entries."""
     window_size, ring_len = config.model.sliding_window, config.ring_len
     num_keys = window_size + (entries.shape[1] if ratio else 0)
     num_blocks = -(-num_keys // KEY_BLOCK)
@@ -152,10 +155,12 @@ def _attend(
     )
 
 
-def _project_out(own: AttentionParams, out: Float[Array, "T H K"], *, config: RuntimeConfig) -> Float[Array, "T D"]:
-    """Grouped low-rank output projection; the first factor is never quantised (spec: backbone 4.7)."""
-    groups = config.model.o_groups
-    low = grouped_linear(out.reshape(out.shape[0], groups, -1), own.wo_a, tile=config.product_tile)
+def project_out(
+    own: AttentionParams, out: Float[Array, "T H K"], tables: RopeTables, *, config: RuntimeConfig
+) -> Float[Array, "T D"]:
+    """Inverse rotation and grouped low-rank output projection, whose first factor is never quantised (backbone 4.7)."""
+    out = rope.rotate(out, tables.cos, tables.sin, inverse=True)
+    low = grouped_linear(out.reshape(out.shape[0], config.model.o_groups, -1), own.wo_a)
     low = low.reshape(out.shape[0], -1)
     low = fp8_roundtrip(low) if config.policy.quantizes_activations else low
-    return linear(low, own.wo_b, tile=config.product_tile)
+    return linear(low, own.wo_b)

@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Float, Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.batch import Rows
-from deepinfer_jax.model.layer import Layer, pick
-from deepinfer_jax.model.params import EngramParams, layer_slice
+from deepinfer_jax.model.params import EngramParams
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
+from deepinfer_jax.model.variants import Layer, layer_weights, pick
 from deepinfer_jax.ops import engram as engram_math
 from deepinfer_jax.ops.linear import linear
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
@@ -68,12 +68,17 @@ def engram(
     """The streams with the looked-up memory mixed in, at layers that have a table."""
 
     def with_table(ordinal: int) -> Float[Array, "T C D"]:
-        prefix = f"layers.{layer.layer}"
-        entering = stages.note(f"{prefix}.engram_in", streams)
-        hashed = table_rows(params.token_map, context, exists, ordinal=ordinal, config=config.model)
-        hashed = stages.note(f"{prefix}.engram_rows", hashed)
-        mixed = _mix_in(params, entering, hashed, is_text, ordinal=ordinal, config=config)
-        return stages.note(f"{prefix}.engram_out", mixed)
+        wkv = layer_weights(params.wkv, ordinal, dtype=streams.dtype)
+
+        def on_tile(stages: Stages, streams: Array, context: Array, exists: Array, is_text: Array) -> Array:
+            prefix = f"layers.{layer.layer}"
+            entering = stages.note(f"{prefix}.engram_in", streams)
+            hashed = table_rows(params.token_map, context, exists, ordinal=ordinal, config=config.model)
+            hashed = stages.note(f"{prefix}.engram_rows", hashed)
+            mixed = _mix_in(params, wkv, entering, hashed, is_text, ordinal=ordinal, config=config)
+            return stages.note(f"{prefix}.engram_out", mixed)
+
+        return stages.map_rows(on_tile, streams, context, exists, is_text, config=config)
 
     tables = [lambda ordinal=ordinal: with_table(ordinal) for ordinal in range(len(params.embed))]
     return pick(layer.engram_kind, [lambda: streams, *tables])
@@ -100,6 +105,7 @@ def table_rows(
 
 def _mix_in(
     params: EngramParams,
+    wkv: Float[Array, "N M"],
     streams: Float[Array, "T C D"],
     hashed: Int[Array, "T N"],
     is_text: Bool[Array, " T"],
@@ -114,7 +120,7 @@ def _mix_in(
     )
     memory = dequantize(found, streams.dtype).reshape(hashed.shape[0], -1)
     memory = fp8_roundtrip(memory) if config.policy.quantizes_activations else memory
-    projected = linear(memory, layer_slice(params.wkv, ordinal), tile=config.product_tile)
+    projected = linear(memory, wkv)
     keys = projected[:, : model.hc_mult * model.hidden_size].reshape(streams.shape)
     value = projected[:, model.hc_mult * model.hidden_size :]
     return engram_math.gate(streams, keys, value, params.q_weight[ordinal], params.k_weight[ordinal], is_text)

@@ -1,123 +1,168 @@
-"""Where a layer finds its weights and caches, and which variant of each part it runs."""
+"""One layer of the network (spec: backbone 3.3): mHC around attention and around the experts."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.config.roles import LayerRole, layer_roles
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.model import attention as attending
 from deepinfer_jax.model.batch import Rows
-from deepinfer_jax.ops import rope
+from deepinfer_jax.model.engram import engram
+from deepinfer_jax.model.moe import Routed, route, run_experts
+from deepinfer_jax.model.params import HyperParams, Params, layer_slice
+from deepinfer_jax.model.selection import Selection, select
+from deepinfer_jax.model.sources import ring_places, write_sources
+from deepinfer_jax.model.stages import Stages
+from deepinfer_jax.model.state import State
+from deepinfer_jax.model.variants import Layer, RopeTables, layer_weights, rope_tables
+from deepinfer_jax.ops import hyper, paged
+from deepinfer_jax.ops.moe import combine
+from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.pytree import pytree_dataclass
 
-Index = int | Int[Array, ""]
+
+@pytree_dataclass
+class Carry:
+    """What one layer hands to the next."""
+
+    streams: Float[Array, "T C D"]
+    pre: Float32[Array, "T C"]  # weights by which the next sublayer collapses the streams
+    selection: Selection
+    state: State
 
 
 @pytree_dataclass
-class Layer:
-    """One layer as numbers: Python ints where layers are unrolled, traced ints inside the layer loop.
+class Step:
+    """What every layer of a step reads beside the parameters."""
 
-    Ordinals are 0 where the layer has no such part; the kind numbers say so and choose among the variants.
+    rows: Rows
+    context: Int[Array, "T M"]  # compressed ids of each row and the tokens before it, for Engram
+    exists: Bool[Array, "T M"]
+
+
+@pytree_dataclass
+class Entered:
+    """A layer's rows in front of its softmax."""
+
+    streams: Float[Array, "T C D"]
+    mix: hyper.Mix
+    x: Float[Array, "T D"]
+    projected: attending.Projected
+    tables: RopeTables
+
+
+def apply_layer(
+    params: Params, step: Step, carry: Carry, layer: Layer, *, config: RuntimeConfig, stages: Stages
+) -> Carry:
+    """One layer on the rows of a step; both sublayers consume the pre-mix of the sublayer before them.
+
+    Order: main KV and index K of this step, selection, attention over ring and new rows, then the ring.
     """
-
-    layer: Index
-    kv_ordinal: Index  # its KV source among all sources
-    cache_ordinal: Index  # the same source among those of its ratio
-    index_ordinal: Index  # its indexer
-    ratio_kind: Index  # 0 window only, 1 ratio 2, 2 ratio 1
-    source_kind: Index  # 0 no compressor, 1 ratio 2, 2 ratio 1
-    selection_kind: Index  # 0 keeps the selection, i runs `selection_kinds(config)[i - 1]`
-    engram_kind: Index  # 0 none, i uses table i - 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SelectionKind:
-    """One variant of an index source."""
-
-    ratio: int
-    uses_candidates: bool
-    is_candidate_source: bool
-
-
-RATIO_OF_KIND = (0, 2, 1)
-
-
-@functools.cache
-def selection_kinds(config: ModelConfig) -> tuple[SelectionKind, ...]:
-    """The variants of index sources that this model has, in order of first use."""
-    kinds = [_selection_kind(role) for role in layer_roles(config) if role.index_ordinal >= 0]
-    return tuple(dict.fromkeys(kinds))
-
-
-def _selection_kind(role: LayerRole) -> SelectionKind:
-    return SelectionKind(
-        ratio=role.ratio, uses_candidates=role.uses_candidates, is_candidate_source=role.is_candidate_source
+    rows = step.rows
+    streams = engram(
+        params.engram, carry.streams, step.context, step.exists, rows.is_live, layer, config=config, stages=stages
     )
-
-
-@functools.cache
-def all_layers(config: ModelConfig) -> tuple[Layer, ...]:
-    """Every layer with Python ints."""
-    kinds = selection_kinds(config)
-    return tuple(
-        Layer(
-            layer=role.layer,
-            kv_ordinal=max(role.kv_ordinal, 0),
-            cache_ordinal=max(role.cache_ordinal, 0),
-            index_ordinal=max(role.index_ordinal, 0),
-            ratio_kind=RATIO_OF_KIND.index(role.ratio),
-            source_kind=RATIO_OF_KIND.index(role.ratio) if role.owns_kv else 0,
-            selection_kind=kinds.index(_selection_kind(role)) + 1 if role.index_ordinal >= 0 else 0,
-            engram_kind=role.engram_ordinal + 1,
-        )
-        for role in layer_roles(config)
+    attention_params = layer_weights(params.attention, layer.layer, dtype=streams.dtype)
+    entered = _enter(params, attention_params, streams, carry.pre, rows, layer, config=config, stages=stages)
+    new = entered.projected
+    state = write_sources(params, carry.state, entered.x, rows, layer, config=config, stages=stages)
+    selection = select(
+        params.indexer,
+        carry.selection,
+        state,
+        entered.x,
+        new.q_latent,
+        entered.tables,
+        rows,
+        layer,
+        config=config,
+        stages=stages,
     )
+    out = attending.attend(
+        new.q, new.new_kv, state, selection.entries, attention_params.attn_sink, rows, layer, config=config
+    )
+    slots, places = ring_places(rows, config.ring_len)
+    window = paged.put_rows(state.window, new.new_kv, layer.layer, slots, places)
+    state = dataclasses.replace(state, window=window)
+    streams, pre = _finish(params, attention_params, out, entered, rows, layer, config=config, stages=stages)
+    return Carry(streams=streams, pre=pre, selection=selection, state=state)
 
 
-def stacked_layers(config: ModelConfig) -> Layer:
-    """Every layer as arrays with a leading layer axis: what the layer loop scans over."""
-    return jax.tree.map(lambda *numbers: jnp.asarray(numbers, jnp.int32), *all_layers(config))
+def _enter(
+    params: Params,
+    own: attending.AttentionParams,
+    streams: Float[Array, "T C D"],
+    pre: Float32[Array, "T C"],
+    rows: Rows,
+    layer: Layer,
+    *,
+    config: RuntimeConfig,
+    stages: Stages,
+) -> Entered:
+    """Mix of the attention sublayer, its normed input, and the projections of it."""
+    mixer = layer_slice(params.hc_attn, layer.layer)
+    norm, prefix = params.attn_norm[layer.layer], f"layers.{layer.layer}"
+
+    def on_tile(stages: Stages, streams: Array, pre: Array, positions: Array) -> Entered:
+        streams = stages.note(f"{prefix}.stream_in", streams)
+        pre = stages.note(f"{prefix}.pre_mix_in", pre)
+        mix = _mix(mixer, streams, f"{prefix}.hc_attn", config=config, stages=stages)
+        x = rms_norm(hyper.collapse(streams, pre), norm, eps=config.model.rms_norm_eps)
+        x = stages.note(f"{prefix}.attn_in", x)
+        tables = rope_tables(positions, layer, config=config.model)
+        projected = attending.project(own, x, tables, prefix=prefix, config=config, stages=stages)
+        return Entered(streams=streams, mix=mix, x=x, projected=projected, tables=tables)
+
+    return stages.map_rows(on_tile, streams, pre, rows.positions, config=config)
 
 
-def pick(kind: Index, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """The branch that `kind` names: called directly for a Python int, else the only one to run on the device."""
-    if isinstance(kind, int):
-        return branches[kind](*operands)
-    return lax.switch(kind, branches, *operands)
+def _finish(
+    params: Params,
+    own: attending.AttentionParams,
+    attended: Float[Array, "T H K"],
+    entered: Entered,
+    rows: Rows,
+    layer: Layer,
+    *,
+    config: RuntimeConfig,
+    stages: Stages,
+) -> tuple[Float[Array, "T C D"], Float32[Array, "T C"]]:
+    """Output projection, expert sublayer, and the streams and pre-mix for the next layer."""
+    index, prefix = layer.layer, f"layers.{layer.layer}"
+    mixer, norm = layer_slice(params.hc_ffn, index), params.ffn_norm[index]
+    shared = layer_weights(params.moe.shared, index, dtype=attended.dtype)
+    gate, bias = params.moe.gate[index], params.moe.bias[index]
+
+    def before_experts(stages: Stages, attended: Array, entered: Entered) -> tuple[Array, hyper.Mix, Routed]:
+        out = attending.project_out(own, attended, entered.tables, config=config)
+        out = stages.note(f"{prefix}.attn_out", out)
+        streams = stages.note(f"{prefix}.stream_mid", hyper.expand(out, entered.streams, entered.mix))
+        mix = _mix(mixer, streams, f"{prefix}.hc_ffn", config=config, stages=stages)
+        u = rms_norm(hyper.collapse(streams, entered.mix.pre), norm, eps=config.model.rms_norm_eps)
+        u = stages.note(f"{prefix}.ffn_in", u)
+        return streams, mix, route(gate, bias, shared, u, prefix=prefix, config=config, stages=stages)
+
+    def after_experts(
+        stages: Stages, outputs: Array, shared_out: Array, streams: Array, mix: hyper.Mix
+    ) -> tuple[Array, Array]:
+        out = stages.note(f"{prefix}.ffn_out", combine(outputs, shared_out))
+        streams = stages.note(f"{prefix}.stream_out", hyper.expand(out, streams, mix))
+        return streams, stages.note(f"{prefix}.pre_mix_out", mix.pre)
+
+    streams, mix, routed = stages.map_rows(before_experts, attended, entered, config=config)
+    outputs = run_experts(params.moe.experts, routed, rows.is_live, layer=index, config=config)
+    return stages.map_rows(after_experts, outputs, routed.shared_out, streams, mix, config=config)
 
 
-@pytree_dataclass
-class RopeTables:
-    """Cosine and sine of each row's position; leading axis: window layers, layers with a compressed cache."""
-
-    cos: Float32[Array, "two T F"]
-    sin: Float32[Array, "two T F"]
-
-    def of(self, layer: Layer) -> tuple[Float32[Array, "T F"], Float32[Array, "T F"]]:
-        """The tables of one layer: its queries, keys and outputs all use them."""
-        kind = min(layer.ratio_kind, 1) if isinstance(layer.ratio_kind, int) else jnp.minimum(layer.ratio_kind, 1)
-        return self.cos[kind], self.sin[kind]
-
-
-def rope_tables(rows: Rows, *, config: RuntimeConfig) -> RopeTables:
-    """The rotary tables of a step."""
-    window = rope.angles(rows.positions, window_frequencies(config.model))
-    compressed = rope.angles(rows.positions, compressed_frequencies(config.model))
-    return RopeTables(cos=jnp.stack([window[0], compressed[0]]), sin=jnp.stack([window[1], compressed[1]]))
-
-
-def window_frequencies(config: ModelConfig) -> Any:
-    """Plain frequencies of the layers without a compressed cache."""
-    return rope.frequencies(config.qk_rope_head_dim, config.rope_theta, None)
-
-
-def compressed_frequencies(config: ModelConfig) -> Any:
-    """YaRN frequencies of every rotation in the other layers."""
-    return rope.frequencies(config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling)
+def _mix(
+    params: HyperParams, streams: Float[Array, "T C D"], prefix: str, *, config: RuntimeConfig, stages: Stages
+) -> hyper.Mix:
+    model = config.model
+    mix = hyper.coefficients(
+        streams, params.fn, params.scale, params.base, iterations=model.hc_sinkhorn_iters, eps=model.hc_eps
+    )
+    return hyper.Mix(
+        pre=stages.note(f"{prefix}_pre", mix.pre),
+        post=stages.note(f"{prefix}_post", mix.post),
+        comb=stages.note(f"{prefix}_comb", mix.comb),
+    )

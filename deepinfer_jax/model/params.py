@@ -58,7 +58,7 @@ class IndexerParams:
 class HyperParams:
     """mHC projections of one kind of sublayer; leading axis: layers."""
 
-    fn: Float[Array, "N M C*D"]
+    fn: Float[Array, "N M CD"]
     scale: Float[Array, "N three"]
     base: Float[Array, "N M"]
 

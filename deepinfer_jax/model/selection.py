@@ -5,12 +5,12 @@ from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.batch import Rows
-from deepinfer_jax.model.layer import Layer, SelectionKind, pick, selection_kinds
-from deepinfer_jax.model.params import IndexerParams, layer_slice
+from deepinfer_jax.model.params import IndexerParams
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import RATIOS, State
+from deepinfer_jax.model.variants import Layer, RopeTables, SelectionKind, layer_weights, pick, selection_kinds
 from deepinfer_jax.ops import indexer, paged
-from deepinfer_jax.ops.invariant import map_rows, round_to
+from deepinfer_jax.ops.invariant import round_to
 from deepinfer_jax.ops.linear import linear
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip, quantize_index
 from deepinfer_jax.ops.rope import rotate
@@ -53,7 +53,7 @@ def select(
     state: State,
     x: Float[Array, "T D"],
     q_latent: Float[Array, "T Q"],
-    rope: tuple[Float[Array, "T F"], Float[Array, "T F"]],
+    tables: RopeTables,
     rows: Rows,
     layer: Layer,
     *,
@@ -63,39 +63,41 @@ def select(
     """The selection to use from this layer on: an index source's own, otherwise the previous one."""
 
     def variant(kind: SelectionKind) -> Selection:
-        queries, weights = index_queries(params, x, q_latent, rope, layer, config=config)
-        return _select_variant(queries, weights, previous, state, rows, layer, kind=kind, config=config, stages=stages)
+        return _select_variant(
+            params, previous, state, x, q_latent, tables, rows, layer, kind=kind, config=config, stages=stages
+        )
 
     variants = [lambda kind=kind: variant(kind) for kind in selection_kinds(config.model)]
     return pick(layer.selection_kind, [lambda: previous, *variants])
 
 
 def index_queries(
-    params: IndexerParams,
+    wq_b: Float[Array, "N Q"],
+    weights_proj: Float[Array, "I D"],
     x: Float[Array, "T D"],
     q_latent: Float[Array, "T Q"],
-    rope: tuple[Float[Array, "T F"], Float[Array, "T F"]],
-    layer: Layer,
+    tables: RopeTables,
     *,
     config: RuntimeConfig,
 ) -> tuple[Float[Array, "T I K"], Float[Array, "T I"]]:
     """Rotated, quantised index queries and the weight of each index head (spec: backbone 5.2)."""
-    model, tile = config.model, config.product_tile
-    wq_b = layer_slice(params.wq_b, layer.index_ordinal)
+    model = config.model
     latent = fp8_roundtrip(q_latent) if config.policy.quantizes_activations else q_latent
-    queries = linear(latent, wq_b, tile=tile).reshape(-1, model.index_n_heads, model.index_head_dim)
-    queries = rotate(queries, *rope)
+    queries = linear(latent, wq_b).reshape(-1, model.index_n_heads, model.index_head_dim)
+    queries = rotate(queries, tables.cos, tables.sin)
     queries = dequantize(index_rows(queries, config=config), x.dtype)
-    weights = linear(x, params.weights_proj[layer.index_ordinal], tile=tile)
+    weights = linear(x, weights_proj)
     factor = (model.index_head_dim * model.index_n_heads) ** -0.5
     return queries, round_to(weights.astype(jnp.float32) * jnp.float32(factor), x.dtype)
 
 
 def _select_variant(
-    queries: Float[Array, "T I K"],
-    weights: Float[Array, "T I"],
+    params: IndexerParams,
     previous: Selection,
     state: State,
+    x: Float[Array, "T D"],
+    q_latent: Float[Array, "T Q"],
+    tables: RopeTables,
     rows: Rows,
     layer: Layer,
     *,
@@ -112,8 +114,13 @@ def _select_variant(
     page_entries = config.page_tokens // kind.ratio
     width = context_width(rows, ratio=kind.ratio, config=config)
     count, room = min(model.index_topk, width), previous.entries.shape[1]
+    wq_b = layer_weights(params.wq_b, layer.index_ordinal, dtype=x.dtype)
+    weights_proj = params.weights_proj[layer.index_ordinal]
 
-    def tile_of_rows(queries: Array, weights: Array, slots: Array, positions: Array, blocks: Array) -> dict[str, Array]:
+    def on_tile(
+        stages: Stages, x: Array, q_latent: Array, tables: RopeTables, slots: Array, positions: Array, blocks: Array
+    ) -> tuple[Array, Array]:
+        queries, weights = index_queries(wq_b, weights_proj, x, q_latent, tables, config=config)
         pages = paged.pages_of(rows.page_table, slots)
         visible = paged.num_visible(positions, ratio=kind.ratio)
 
@@ -130,31 +137,20 @@ def _select_variant(
             queries, weights, listed, load_keys, visible, has_fixed_trips=config.has_fixed_trips
         )
         entries, gap = indexer.top_entries(scores, listed, count=count)
-        entries = jnp.pad(entries, ((0, 0), (0, room - count)), constant_values=-1)
-        result = {"entries": entries, "topk_margin": gap, "blocks": blocks}
+        stages.note(f"{prefix}.topk_margin", gap)
+        if stages.wants(f"{prefix}.index_score"):
+            stages.note(f"{prefix}.index_score", indexer.spread(scores, listed, width=width))
         if kind.is_candidate_source:
-            result["blocks"], result["candidate_margin"] = indexer.candidate_blocks(
+            blocks, gap = indexer.candidate_blocks(
                 scores[:, :width], visible, block_size=model.candidate_block_size, count=model.candidate_topk_blocks
             )
-        if stages.wants(f"{prefix}.index_score"):
-            result["index_score"] = indexer.spread(scores, listed, width=width)
-        return result
+            stages.note(f"{prefix}.candidate_margin", gap)
+        return jnp.pad(entries, ((0, 0), (0, room - count)), constant_values=-1), blocks
 
-    chosen = map_rows(
-        tile_of_rows,
-        queries,
-        weights,
-        rows.slots,
-        rows.positions,
-        previous.blocks,
-        tile=config.row_tile,
-        has_fixed_trips=config.has_fixed_trips,
+    entries, blocks = stages.map_rows(
+        on_tile, x, q_latent, tables, rows.slots, rows.positions, previous.blocks, config=config, tile=config.row_tile
     )
-    for name in ("index_score", "topk_margin", "candidate_margin"):
-        if name in chosen:
-            stages.note(f"{prefix}.{name}", chosen[name])
-    entries = stages.note(f"{prefix}.topk_idxs", chosen["entries"])
-    blocks = chosen["blocks"]
+    entries = stages.note(f"{prefix}.topk_idxs", entries)
     if kind.is_candidate_source:
         blocks = _note_candidates(blocks, width, f"{prefix}.candidate_mask", config=config, stages=stages)
     return Selection(entries=entries, blocks=blocks)

@@ -7,17 +7,16 @@ from jaxtyping import Array, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.batch import Rows
-from deepinfer_jax.model.layer import Layer, compressed_frequencies, pick
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.selection import index_rows
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import RATIOS, State
+from deepinfer_jax.model.variants import Layer, compressed_frequencies, pick
 from deepinfer_jax.ops import compress, paged, rope
 from deepinfer_jax.ops.invariant import round_to
 from deepinfer_jax.ops.linear import linear, linear_f32
 from deepinfer_jax.ops.norm import rms_norm
-from deepinfer_jax.ops.quant import ScaledArray, quantize_main_kv
-from deepinfer_jax.ops.quant import dequantize
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_main_kv
 from deepinfer_jax.pytree import pytree_dataclass
 
 
@@ -27,7 +26,7 @@ class SourceRows:
 
     main_kv: ScaledArray
     index_key: ScaledArray
-    pairs: Float32[Array, "T 2*L"]  # unrounded [kv | score]; zeros at ratio 1
+    pairs: Float32[Array, "T L2"]  # unrounded [kv | score]; zeros at ratio 1
 
 
 def write_sources(
@@ -98,26 +97,31 @@ def _source_rows(
     stages: Stages,
 ) -> SourceRows:
     """The entry that each row would close, rotated at the first position of its group."""
-    model, tile, prefix = config.model, config.product_tile, f"layers.{layer.layer}"
+    model, prefix = config.model, f"layers.{layer.layer}"
     wkv = params.compressor.wkv[layer.kv_ordinal]
-    if ratio == 1:
-        pairs = jnp.zeros((x.shape[0], 2 * model.head_dim), jnp.float32)
-        pooled = linear(x, wkv, tile=tile)
-    else:
-        wgate = params.compressor.wgate[layer.cache_ordinal]
-        pairs = jnp.concatenate([linear_f32(x, wkv, tile=tile), linear_f32(x, wgate, tile=tile)], axis=-1)
+    before = pairs = jnp.zeros((x.shape[0], 2 * model.head_dim), jnp.float32)
+    if ratio == 2:
+        weights = jnp.concatenate([wkv, params.compressor.wgate[layer.cache_ordinal]], axis=0)
+        pairs = stages.map_rows(lambda _, rows: linear_f32(rows, weights), x, config=config)
         stages.note(f"{prefix}.compress_pairs", pairs)
-        pooled = round_to(compress.pool_pair(_row_before(pairs, state, rows, layer, config=config), pairs), x.dtype)
-    latent = rms_norm(pooled, params.compressor.norm[layer.kv_ordinal], eps=model.rms_norm_eps)
-    latent = stages.note(f"{prefix}.compress_latent", latent)
-
-    cos, sin = rope.angles(rows.positions - (ratio - 1), compressed_frequencies(model))
-    main = _main_rows(rope.rotate(latent, cos, sin), config=config)
+        before = _row_before(pairs, state, rows, layer, config=config)
     wk, k_norm = params.indexer.wk[layer.kv_ordinal], params.indexer.k_norm[layer.kv_ordinal]
-    key = rms_norm(linear(latent, wk, tile=tile), k_norm, eps=model.rms_norm_eps)
-    index_key = index_rows(rope.rotate(key, cos, sin), config=config)
-    stages.note(f"{prefix}.compress_kv", dequantize(main, x.dtype))
-    stages.note(f"{prefix}.index_k", dequantize(index_key, x.dtype))
+
+    def on_tile(
+        stages: Stages, x: Array, before: Array, pairs: Array, positions: Array
+    ) -> tuple[ScaledArray, ScaledArray]:
+        pooled = linear(x, wkv) if ratio == 1 else round_to(compress.pool_pair(before, pairs), x.dtype)
+        latent = rms_norm(pooled, params.compressor.norm[layer.kv_ordinal], eps=model.rms_norm_eps)
+        latent = stages.note(f"{prefix}.compress_latent", latent)
+        cos, sin = rope.angles(positions - (ratio - 1), compressed_frequencies(model))
+        main = _main_rows(rope.rotate(latent, cos, sin), config=config)
+        key = rms_norm(linear(latent, wk), k_norm, eps=model.rms_norm_eps)
+        index_key = index_rows(rope.rotate(key, cos, sin), config=config)
+        stages.note(f"{prefix}.compress_kv", dequantize(main, x.dtype))
+        stages.note(f"{prefix}.index_k", dequantize(index_key, x.dtype))
+        return main, index_key
+
+    main, index_key = stages.map_rows(on_tile, x, before, pairs, rows.positions, config=config)
     return SourceRows(main_kv=main, index_key=index_key, pairs=pairs)
 
 

@@ -1,9 +1,13 @@
 """Named stages of a forward: what can be looked at, and what can be put in its place."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from jaxtyping import Array
+
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.ops.invariant import map_rows
 
 
 class Stages:
@@ -15,7 +19,7 @@ class Stages:
 
     def __init__(self, capture: tuple[str, ...], forced: Mapping[str, Array]) -> None:
         self._capture = capture
-        self._forced = forced
+        self._forced = dict(forced)
         self._noted: set[str] = set()
         self.captured: dict[str, Array] = {}
 
@@ -47,6 +51,26 @@ class Stages:
     def mark(self, name: str) -> None:
         """Tells that a stage exists whose view was not built, since nobody asked for it."""
         self._noted.add(name)
+
+    def map_rows(self, fn: Callable[..., Any], *trees: Any, config: RuntimeConfig, tile: int | None = None) -> Any:
+        """`fn(stages, *tiles)` over row tiles (see `ops.invariant.map_rows`), with stages noted inside the tiles.
+
+        The tile is `config.product_tile` unless `tile` bounds the memory of a section in every mode.
+        """
+        inner_noted: set[str] = set()
+
+        def on_tile(forced: dict[str, Array], *parts: Any) -> tuple[Any, dict[str, Array]]:
+            inner = Stages(self._capture, forced)
+            result = fn(inner, *parts)
+            inner_noted.update(inner._noted)
+            return result, inner.captured
+
+        result, captured = map_rows(
+            on_tile, self._forced, *trees, tile=tile or config.product_tile, has_fixed_trips=config.has_fixed_trips
+        )
+        self._noted.update(inner_noted)
+        self.captured.update(captured)
+        return result
 
     def finish(self) -> dict[str, Array]:
         """The captured stages. Raises ValueError for a forced name or a capture pattern that met no stage."""

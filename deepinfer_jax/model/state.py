@@ -18,7 +18,7 @@ class State:
     window: [layers, S, ring, L] window KV, FP8 with 16 scale bytes (528 bytes a row in the released shape).
     main_kv, index_k: one cache for each ratio of `RATIOS`: [sources, P, page entries, width], FP4 with E4M3 scales
         (288 bytes) and FP4 with power-of-two scales (68 bytes).
-    tails: [ratio-2 sources, S, tail, 2 L] unrounded [kv | score] rows of the compressors.
+    tails: [ratio-2 sources, S, tail, L2 = 2 L] unrounded [kv | score] rows of the compressors.
     history: [S, history] compressed token ids for Engram, -1 for image tokens.
     Under the policy fp32_noqdq the caches hold float32 rows without scales.
     """
@@ -26,7 +26,7 @@ class State:
     window: ScaledArray
     main_kv: tuple[ScaledArray, ScaledArray]
     index_k: tuple[ScaledArray, ScaledArray]
-    tails: Float32[Array, "N S Q 2*L"]
+    tails: Float32[Array, "N S Q L2"]
     history: Int[Array, "S M"]
 
 

@@ -22,19 +22,18 @@ class Mix:
 
 def coefficients(
     streams: Float[Array, "T C D"],
-    fn: Float32[Array, "M C*D"],
+    fn: Float32[Array, "M CD"],
     scale: Float32[Array, " three"],
     base: Float32[Array, " M"],
     *,
     iterations: int,
     eps: float,
-    tile: int | None,
 ) -> Mix:
     """The mix of one sublayer from all streams of a row jointly, M = C * (2 + C) (spec: backbone 3.1)."""
     rows, num_streams, _ = streams.shape
     flat = streams.astype(jnp.float32).reshape(rows, -1)
     mean_square = jnp.mean(flat * flat, axis=-1, keepdims=True)
-    mixes = row_product(flat, fn, tile=tile) * lax.rsqrt(mean_square + NORM_EPS)
+    mixes = row_product(flat, fn) * lax.rsqrt(mean_square + NORM_EPS)
     sizes = (num_streams, num_streams, num_streams * num_streams)
     parts = jnp.split(mixes, (sizes[0], sizes[0] + sizes[1]), axis=1)
     bases = jnp.split(base, (sizes[0], sizes[0] + sizes[1]))

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from deepinfer_jax.ops.invariant import ordered_sum, round_to
+from deepinfer_jax.ops.invariant import ordered_sum, repeat, round_to
 from deepinfer_jax.ops.linear import linear, linear_f32
 from deepinfer_jax.ops.quant import ScaledArray, fp8_roundtrip
 
 ROUTER_EPS = 1e-20
 
 
-def router_scores(u: Float[Array, "T D"], weight: ScaledArray | Array, *, tile: int | None) -> Float32[Array, "T E"]:
+def router_scores(u: Float[Array, "T D"], weight: ScaledArray | Array) -> Float32[Array, "T E"]:
     """Unbiased score of every expert: sqrt(softplus(logit)), all in float32."""
-    return jnp.sqrt(jax.nn.softplus(linear_f32(u, weight, tile=tile)))
+    return jnp.sqrt(jax.nn.softplus(linear_f32(u, weight)))
 
 
 def choose_experts(scores: Float32[Array, "T E"], bias: Float32[Array, "*T E"], *, count: int) -> Int[Array, "T A"]:
@@ -47,18 +47,17 @@ def swiglu(
 
 def expert(
     u: Float[Array, "T D"],
-    w1: ScaledArray,
-    w2: ScaledArray,
-    w3: ScaledArray,
+    w1: ScaledArray | Array,
+    w2: ScaledArray | Array,
+    w3: ScaledArray | Array,
     weight: Float32[Array, " T"] | None,
     *,
     limit: float,
     quantizes: bool,
-    tile: int | None,
 ) -> Float[Array, "T D"]:
     """One expert on rows u (already quantised if `quantizes`); the routing weight is applied before w2."""
-    inner = swiglu(linear(u, w1, tile=tile), linear(u, w3, tile=tile), weight, limit=limit)
-    return linear(fp8_roundtrip(inner) if quantizes else inner, w2, tile=tile)
+    inner = swiglu(linear(u, w1), linear(u, w3), weight, limit=limit)
+    return linear(fp8_roundtrip(inner) if quantizes else inner, w2)
 
 
 def routed_experts(
@@ -70,12 +69,13 @@ def routed_experts(
     *,
     num_experts: int,
     tile: int,
+    has_fixed_trips: bool = False,
 ) -> Float[Array, "T A D"]:
     """Expert outputs for each row and choice; rows that are not live give zeros and cost nothing.
 
     `apply(expert, rows, weights)` computes one tile of rows with one expert. Pairs (row, choice) are grouped by
-    expert and every group is padded to whole tiles, so the bits of a pair never depend on the other pairs; tiles
-    beyond the last one are skipped.
+    expert and every group is padded to whole tiles, so the bits of a pair never depend on the other pairs; only
+    as many tiles run as there are.
     """
     rows, per_row = expert_ids.shape
     num_pairs = rows * per_row
@@ -103,11 +103,14 @@ def routed_experts(
         w = flat_weights.at[pairs].get(mode="fill", fill_value=0)
         return apply(jnp.minimum(tile_expert[index], num_experts - 1).astype(jnp.int32), x, w)
 
-    def step(carry: None, index: Array) -> tuple[None, Float[Array, "B D"]]:
-        empty = jnp.zeros((tile, u.shape[1]), u.dtype)
-        return carry, lax.cond(index < tile_ends[-1], one_tile, lambda _: empty, index)
+    def step(index: Array, outputs: Float[Array, "N B D"]) -> Float[Array, "N B D"]:
+        return lax.dynamic_update_index_in_dim(outputs, one_tile(index), index, 0)
 
-    _, outputs = lax.scan(step, None, jnp.arange(num_tiles, dtype=jnp.int32))
+    blank = jnp.zeros((num_tiles, tile, u.shape[1]), u.dtype)
+    if has_fixed_trips:
+        outputs = lax.map(lambda i: lax.cond(i < tile_ends[-1], one_tile, lambda _: blank[0], i), jnp.arange(num_tiles))
+    else:
+        outputs = repeat(tile_ends[-1], step, blank)
     outputs = outputs.reshape(num_tiles * tile, u.shape[1])
     return outputs.at[places].get(mode="fill", fill_value=0).reshape(rows, per_row, u.shape[1])
 

@@ -11,7 +11,7 @@ from deepinfer_jax.config.model import RopeScaling
 from deepinfer_jax.ops.invariant import round_to
 
 
-def frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+def frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> Float32[np.ndarray, " F"]:
     """Angle per position of each of the dim / 2 pairs, float32; YaRN-scaled when `scaling` is given.
 
     The power is taken in float64 and rounded once, and its reciprocal taken in float32: one ulp here is 0.03 in the
@@ -33,7 +33,9 @@ def _correction(rotations: float, dim: int, theta: float, scaling: RopeScaling) 
     return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def angles(positions: Int[Array, " T"], freqs: np.ndarray) -> tuple[Float32[Array, "T F"], Float32[Array, "T F"]]:
+def angles(
+    positions: Int[Array, " T"], freqs: Float32[Array | np.ndarray, " F"]
+) -> tuple[Float32[Array, "T F"], Float32[Array, "T F"]]:
     """Cosine and sine of the float32 product position times frequency, for F pairs."""
     angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(freqs)[None, :]
     return jnp.cos(angle), jnp.sin(angle)

@@ -1,0 +1,128 @@
+"""Layers as numbers: where each finds its weights and caches, and which variant of each part it runs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32, Int
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.roles import LayerRole, layer_roles
+from deepinfer_jax.model.params import layer_slice
+from deepinfer_jax.ops import rope
+from deepinfer_jax.ops.quant import ScaledArray, dequantize
+from deepinfer_jax.pytree import pytree_dataclass
+
+Index = int | Int[Array, ""]
+
+
+@pytree_dataclass
+class Layer:
+    """One layer as numbers: Python ints where layers are unrolled, traced ints inside the layer loop.
+
+    Ordinals are 0 where the layer has no such part; the kind numbers say so and choose among the variants.
+    """
+
+    layer: Index
+    kv_ordinal: Index  # its KV source among all sources
+    cache_ordinal: Index  # the same source among those of its ratio
+    index_ordinal: Index  # its indexer
+    ratio_kind: Index  # 0 window only, 1 ratio 2, 2 ratio 1
+    source_kind: Index  # 0 no compressor, 1 ratio 2, 2 ratio 1
+    selection_kind: Index  # 0 keeps the selection, i runs `selection_kinds(config)[i - 1]`
+    engram_kind: Index  # 0 none, i uses table i - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectionKind:
+    """One variant of an index source."""
+
+    ratio: int
+    uses_candidates: bool
+    is_candidate_source: bool
+
+
+RATIO_OF_KIND = (0, 2, 1)
+
+
+@functools.cache
+def selection_kinds(config: ModelConfig) -> tuple[SelectionKind, ...]:
+    """The variants of index sources that this model has, in order of first use."""
+    kinds = [_selection_kind(role) for role in layer_roles(config) if role.index_ordinal >= 0]
+    return tuple(dict.fromkeys(kinds))
+
+
+def _selection_kind(role: LayerRole) -> SelectionKind:
+    return SelectionKind(
+        ratio=role.ratio, uses_candidates=role.uses_candidates, is_candidate_source=role.is_candidate_source
+    )
+
+
+@functools.cache
+def all_layers(config: ModelConfig) -> tuple[Layer, ...]:
+    """Every layer with Python ints."""
+    kinds = selection_kinds(config)
+    return tuple(
+        Layer(
+            layer=role.layer,
+            kv_ordinal=max(role.kv_ordinal, 0),
+            cache_ordinal=max(role.cache_ordinal, 0),
+            index_ordinal=max(role.index_ordinal, 0),
+            ratio_kind=RATIO_OF_KIND.index(role.ratio),
+            source_kind=RATIO_OF_KIND.index(role.ratio) if role.owns_kv else 0,
+            selection_kind=kinds.index(_selection_kind(role)) + 1 if role.index_ordinal >= 0 else 0,
+            engram_kind=role.engram_ordinal + 1,
+        )
+        for role in layer_roles(config)
+    )
+
+
+def stacked_layers(config: ModelConfig) -> Layer:
+    """Every layer as arrays with a leading layer axis: what the layer loop scans over."""
+    return jax.tree.map(lambda *numbers: jnp.asarray(numbers, jnp.int32), *all_layers(config))
+
+
+def pick(kind: Index, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """The branch that `kind` names: called directly for a Python int, else the only one to run on the device."""
+    if isinstance(kind, int):
+        return branches[kind](*operands)
+    return lax.switch(kind, branches, *operands)
+
+
+def layer_weights[T](tree: T, ordinal: Index, *, dtype: Any) -> T:
+    """One layer of stacked parameters with its packed matrices as values in `dtype`."""
+    own = layer_slice(tree, ordinal)
+    is_packed = lambda node: isinstance(node, ScaledArray)  # noqa: E731
+    return jax.tree.map(lambda w: dequantize(w, dtype) if is_packed(w) else w, own, is_leaf=is_packed)
+
+
+@pytree_dataclass
+class RopeTables:
+    """Cosine and sine of each row's position for the rotations of one layer."""
+
+    cos: Float32[Array, "T F"]
+    sin: Float32[Array, "T F"]
+
+
+def rope_tables(positions: Int[Array, " T"], layer: Layer, *, config: ModelConfig) -> RopeTables:
+    """The tables of a layer: plain in window layers, YaRN in layers that read a compressed cache."""
+    plain = jnp.asarray(window_frequencies(config))
+    scaled = jnp.asarray(compressed_frequencies(config))
+    freqs = jnp.where(jnp.asarray(layer.ratio_kind) == 0, plain, scaled)
+    cos, sin = rope.angles(positions, freqs)
+    return RopeTables(cos=cos, sin=sin)
+
+
+def window_frequencies(config: ModelConfig) -> Float32[np.ndarray, " F"]:
+    """Frequencies of the layers without a compressed cache."""
+    return rope.frequencies(config.qk_rope_head_dim, config.rope_theta, None)
+
+
+def compressed_frequencies(config: ModelConfig) -> Float32[np.ndarray, " F"]:
+    """Frequencies of every rotation in the other layers."""
+    return rope.frequencies(config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling)
