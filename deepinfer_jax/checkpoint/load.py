@@ -1,5 +1,6 @@
 """A checkpoint as parameters on devices: each device's shard is read, and moved, on its own."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -110,9 +111,8 @@ def place_params(params: Params, config: ModelConfig, *, mesh: Mesh | None, rule
         if leaf.scale is not None and placed.scale_shape is not None:
             rows = zero_padded(np.asarray(leaf.scale), placed.scale_shape)
             scale = _place(placed, "scale", rows, mesh, rules)
-        leaves[spec.path] = ScaledArray(
-            payload=_place(placed, "payload", payload, mesh, rules), scale=scale, block=leaf.block
-        )
+        placed_payload = _place(placed, "payload", payload, mesh, rules)
+        leaves[spec.path] = dataclasses.replace(leaf, payload=placed_payload, scale=scale)
     return build_params(leaves, config)
 
 

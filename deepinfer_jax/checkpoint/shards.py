@@ -28,7 +28,7 @@ DTYPES: dict[str, np.dtype] = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
-_PACKED_DTYPES = frozenset({"F8_E4M3", "F8_E8M0", "I8"})
+PACKED_DTYPES = frozenset({"F8_E4M3", "F8_E8M0", "I8"})
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 _SHOWN_PROBLEMS = 8
@@ -55,7 +55,7 @@ class Shards:
     @property
     def is_quantized(self) -> bool:
         """Whether this is the packed form (FP8 and FP4 weights with scales) or the unpacked one."""
-        return any(tensor.dtype in _PACKED_DTYPES for tensor in self.tensors.values())
+        return any(tensor.dtype in PACKED_DTYPES for tensor in self.tensors.values())
 
     @property
     def num_bytes(self) -> int:

@@ -4,11 +4,10 @@ import dataclasses
 import itertools
 from typing import Literal
 
-import ml_dtypes
 import numpy as np
 
 from deepinfer_jax.checkpoint.names import num_lead_axes, payload_name, scale_name
-from deepinfer_jax.checkpoint.shards import DTYPES, Shards, Tensor
+from deepinfer_jax.checkpoint.shards import DTYPES, PACKED_DTYPES, Shards, Tensor
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.model.params import LeafSpec
 
@@ -47,10 +46,9 @@ def leaf_sources(
     if padded.scale_shape is None or not shards.is_quantized:
         return {"payload": _source("payload", payloads, lead_shape, padded.shape, _common_dtype(payloads))}
     scales = tuple(shards.tensors[scale_name(name)] for name in names)
-    scale_dtype = np.dtype(ml_dtypes.float8_e8m0fnu)
     return {
         "payload": _source("payload", payloads, lead_shape, padded.payload_shape, padded.dtype),
-        "scale": _source("scale", scales, lead_shape, padded.scale_shape, scale_dtype),
+        "scale": _source("scale", scales, lead_shape, padded.scale_shape, np.dtype(np.uint8)),
     }
 
 
@@ -102,8 +100,8 @@ def _read(source: LeafSource, tensor: Tensor, inner: Index) -> np.ndarray:
     values = tensor.data[inner]
     if source.part == "scale":
         _check_scales(tensor, values)
-    if tensor.dtype == "I8":
-        return values.view(np.uint8)  # two FP4 codes a byte: unsigned, so that shifts bring in zeros
+    if tensor.dtype in PACKED_DTYPES:
+        return values.view(np.uint8)  # packed forms stay raw bytes, unsigned so that shifts bring in zeros
     return values.astype(source.dtype, copy=False)
 
 

@@ -170,12 +170,17 @@ def _backbone_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str
                 "only packed parameters can be written"
             )
         for name, values in _split(spec, config, np.asarray(payload)):
-            stored = values.view(np.int8) if spec.storage == "fp4" else values
-            yield name, stored[: expected[name].shape[0]]
+            yield name, _as_stored(values, expected[name])
         if isinstance(leaf, ScaledArray) and leaf.scale is not None:
             for name, values in _split(spec, config, np.asarray(leaf.scale)):
                 scales = scale_name(name)
-                yield scales, values[: expected[scales].shape[0]]
+                yield scales, _as_stored(values, expected[scales])
+
+
+def _as_stored(values: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """The rows that the file holds, raw bytes in the dtype that they stand for."""
+    dtype = DTYPES[spec.dtypes[0]]
+    return (values.view(dtype) if values.dtype == np.uint8 else values)[: spec.shape[0]]
 
 
 def _split(spec: LeafSpec, config: ModelConfig, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

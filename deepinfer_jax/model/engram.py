@@ -14,8 +14,9 @@ from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
 from deepinfer_jax.model.variants import Layer, layer_weights, pick
 from deepinfer_jax.ops import engram as engram_math
+from deepinfer_jax.ops import paged
 from deepinfer_jax.ops.linear import linear
-from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
+from deepinfer_jax.ops.quant import dequantize, fp8_roundtrip
 from deepinfer_jax.text.engram_vocab import EngramConstants, engram_constants
 
 
@@ -115,9 +116,7 @@ def _mix_in(
 ) -> Float[Array, "T C D"]:
     """Look-up, projection and gate (spec: engram 4)."""
     model, table = config.model, params.embed[ordinal]
-    found = ScaledArray(
-        payload=table.payload[hashed], scale=None if table.scale is None else table.scale[hashed], block=table.block
-    )
+    found = paged.take_rows(table, hashed)
     memory = dequantize(found, streams.dtype).reshape(hashed.shape[0], -1)
     memory = fp8_roundtrip(memory) if config.policy.quantizes_activations else memory
     projected = linear(memory, wkv)

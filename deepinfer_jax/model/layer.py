@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
@@ -81,8 +82,10 @@ def apply_layer(
     out = attending.attend(
         new.q, new.new_kv, state, selection.entries, attention_params.attn_sink, rows, layer, config=config
     )
+    # The ring is written once it has been read: without the barrier a compiler keeps a copy of it for the reads.
+    out, window = lax.optimization_barrier((out, state.window))
     slots, places = ring_places(rows, config.ring_len)
-    window = paged.put_rows(state.window, new.new_kv, layer.layer, slots, places)
+    window = paged.put_rows(window, new.new_kv, layer.layer, slots, places)
     state = dataclasses.replace(state, window=window)
     streams, pre = _finish(params, attention_params, out, entered, rows, layer, config=config, stages=stages)
     return Carry(streams=streams, pre=pre, selection=selection, state=state)

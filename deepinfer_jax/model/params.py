@@ -161,14 +161,15 @@ class LeafSpec:
         if self.scale_shape is None:
             return payload
         block = (WEIGHT_BLOCK, WEIGHT_BLOCK) if self.storage == "fp8" else (1, FP8_GROUP)
-        scale = make("scale", self.scale_shape, np.dtype(ml_dtypes.float8_e8m0fnu))
-        return _unchecked(ScaledArray, {"payload": payload, "scale": scale, "block": block})
+        scale = make("scale", self.scale_shape, np.dtype(np.uint8))
+        form = "fp4" if self.storage == "fp4" else "fp8"
+        return _unchecked(ScaledArray, {"payload": payload, "scale": scale, "form": form, "block": block})
 
 
 _PAYLOAD_DTYPES: dict[str, Any] = {
-    "fp8": ml_dtypes.float8_e4m3fn,
+    "fp8": np.uint8,  # packed forms are raw bytes, see ScaledArray
     "fp4": np.uint8,
-    "fp8_rows": ml_dtypes.float8_e4m3fn,
+    "fp8_rows": np.uint8,
     "bf16": ml_dtypes.bfloat16,
     "f32": np.float32,
     "int32": np.int32,
@@ -333,7 +334,7 @@ def _random_part(rng: np.random.Generator, spec: LeafSpec, part: str, shape: tup
         fan_in = spec.shape[-1]
         code_size = {"fp8": 1.0, "fp4": 2.5, "fp8_rows": 1.0 / np.sqrt(fan_in)}[spec.storage]
         exponent = int(np.round(np.log2(1.0 / (np.sqrt(fan_in) * code_size))))
-        return jnp.full(shape, 2.0**exponent, dtype)
+        return jnp.full(shape, 127 + exponent, dtype)
     if spec.storage == "fp4":
         return jnp.asarray(rng.integers(0, 256, shape, dtype=np.uint8))
     name = spec.path.rsplit(".", 1)[-1]
@@ -350,4 +351,6 @@ def _random_part(rng: np.random.Generator, spec: LeafSpec, part: str, shape: tup
         values = values * np.float32(2.0 / np.sqrt(shape[-1]))
     elif name != "attn_sink":
         values = values / np.float32(np.sqrt(shape[-1]))
+    if spec.storage in ("fp8", "fp8_rows"):
+        return jnp.asarray(values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
     return jnp.asarray(values.astype(dtype))

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float32, Int
 
 from deepinfer_jax.config.roles import sources_of_ratio
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.ops.quant import FP8_GROUP, INDEX_GROUP, MAIN_KV_GROUP, ScaledArray
+from deepinfer_jax.ops.quant import FP8_GROUP, INDEX_GROUP, MAIN_KV_GROUP, Form, ScaledArray
 from deepinfer_jax.pytree import pytree_dataclass
 
 RATIOS = (2, 1)  # compression ratios that have caches, in the order of the cache tuples
@@ -37,26 +37,31 @@ def init_state(config: RuntimeConfig, *, num_slots: int, num_pages: int) -> Stat
     model = config.model
     packs = config.policy.quantizes_caches
 
-    def rows(*lead: int, width: int, group: int, is_fp4: bool, scale_dtype: jnp.dtype) -> ScaledArray:
+    def rows(*lead: int, width: int, group: int, form: Form) -> ScaledArray:
         if not packs:
             return ScaledArray(payload=jnp.zeros((*lead, width), jnp.float32), scale=None)
-        payload_width, payload_dtype = (width // 2, jnp.uint8) if is_fp4 else (width, jnp.float8_e4m3fn)
         return ScaledArray(
-            payload=jnp.zeros((*lead, payload_width), payload_dtype),
-            scale=jnp.ones((*lead, width // group), scale_dtype),  # E8M0 has no zero
+            payload=jnp.zeros((*lead, width if form == "fp8" else width // 2), jnp.uint8),
+            scale=jnp.zeros((*lead, width // group), jnp.uint8),
+            form=form,
             block=(1, group),
         )
 
-    def paged(ratio: int, width: int, group: int, scale_dtype: jnp.dtype) -> ScaledArray:
+    def paged(ratio: int, width: int, group: int, form: Form) -> ScaledArray:
         lead = (len(sources_of_ratio(model, ratio)), num_pages, config.page_tokens // ratio)
-        return rows(*lead, width=width, group=group, is_fp4=True, scale_dtype=scale_dtype)
+        return rows(*lead, width=width, group=group, form=form)
 
-    e8m0, e4m3 = jnp.dtype(jnp.float8_e8m0fnu), jnp.dtype(jnp.float8_e4m3fn)
     ring = (model.num_hidden_layers, num_slots, config.ring_len)
     return State(
-        window=rows(*ring, width=model.head_dim, group=FP8_GROUP, is_fp4=False, scale_dtype=e8m0),
-        main_kv=(paged(2, model.head_dim, MAIN_KV_GROUP, e4m3), paged(1, model.head_dim, MAIN_KV_GROUP, e4m3)),
-        index_k=(paged(2, model.index_head_dim, INDEX_GROUP, e8m0), paged(1, model.index_head_dim, INDEX_GROUP, e8m0)),
+        window=rows(*ring, width=model.head_dim, group=FP8_GROUP, form="fp8"),
+        main_kv=(
+            paged(2, model.head_dim, MAIN_KV_GROUP, "fp4_e4m3"),
+            paged(1, model.head_dim, MAIN_KV_GROUP, "fp4_e4m3"),
+        ),
+        index_k=(
+            paged(2, model.index_head_dim, INDEX_GROUP, "fp4"),
+            paged(1, model.index_head_dim, INDEX_GROUP, "fp4"),
+        ),
         tails=jnp.zeros((len(sources_of_ratio(model, 2)), num_slots, config.tail_len, 2 * model.head_dim), jnp.float32),
         history=jnp.zeros((num_slots, config.history_len), jnp.int32),
     )

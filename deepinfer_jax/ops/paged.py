@@ -1,7 +1,7 @@
 """Index arithmetic of pages and rings (spec: backbone 4.4, 4.8, 9)."""
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from deepinfer_jax.ops.quant import ScaledArray
@@ -16,14 +16,14 @@ def first_rows(slots: Int[Array, " T"]) -> Int[Array, " T"]:
     """For each row, the index of the first row of its request in this step; a request's rows are adjacent."""
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
     starts = slots != jnp.concatenate([jnp.full((1,), -2, slots.dtype), slots[:-1]])
-    return jax.lax.cummax(jnp.where(starts, index, 0))
+    return lax.cummax(jnp.where(starts, index, 0))
 
 
 def rows_after(slots: Int[Array, " T"]) -> Int[Array, " T"]:
     """For each row, how many rows of the same request follow it in this step."""
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
     ends = slots != jnp.concatenate([slots[1:], jnp.full((1,), -2, slots.dtype)])
-    last = jax.lax.cummin(jnp.where(ends, index, slots.shape[0]), reverse=True)
+    last = lax.cummin(jnp.where(ends, index, slots.shape[0]), reverse=True)
     return last - index
 
 
@@ -46,14 +46,14 @@ def take_rows(cache: ScaledArray, *index: int | Int[Array, "..."]) -> ScaledArra
     """Rows of a packed cache by its leading axes; a negative index gives a row of zeros."""
     arrays = [i for i in index if not isinstance(i, int) and i.ndim]
     exists = jnp.stack(jnp.broadcast_arrays(*[a >= 0 for a in arrays])).all(axis=0)
+    # Without the barriers a compiler looks up the page again for every channel that it unpacks.
+    exists, index = lax.optimization_barrier((exists, index))
 
-    def take(array: Array, missing: int) -> Array:
-        rows = array[tuple(i if isinstance(i, int) else jnp.maximum(i, 0) for i in index)]
-        return jnp.where(exists[..., None], rows, jnp.full((), missing, rows.dtype))
+    def take(array: Array) -> Array:
+        rows = array[tuple(jnp.maximum(i, 0) for i in index)]
+        return lax.optimization_barrier(jnp.where(exists[..., None], rows, jnp.zeros((), rows.dtype)))
 
-    # A power-of-two scale has no zero: a missing row is a zero payload with scale one.
-    scale = None if cache.scale is None else take(cache.scale, 1)
-    return ScaledArray(payload=take(cache.payload, 0), scale=scale, block=cache.block)
+    return _like(cache, take(cache.payload), None if cache.scale is None else take(cache.scale))
 
 
 def put_rows(
@@ -66,8 +66,7 @@ def put_rows(
     scale = None
     if cache.scale is not None and rows.scale is not None:
         scale = put_array(cache.scale, rows.scale, lead, *index)
-    payload = put_array(cache.payload, rows.payload, lead, *index)
-    return ScaledArray(payload=payload, scale=scale, block=cache.block)
+    return _like(cache, put_array(cache.payload, rows.payload, lead, *index), scale)
 
 
 def put_array(cache: Array, rows: Array, lead: int | Int[Array, ""], *index: Int[Array, " T"]) -> Array:
@@ -82,4 +81,8 @@ def select_rows(condition: Bool[Array, "..."], a: ScaledArray, b: ScaledArray) -
     scale = None
     if a.scale is not None and b.scale is not None:
         scale = jnp.where(condition[..., None], a.scale, b.scale)
-    return ScaledArray(payload=jnp.where(condition[..., None], a.payload, b.payload), scale=scale, block=a.block)
+    return _like(a, jnp.where(condition[..., None], a.payload, b.payload), scale)
+
+
+def _like(cache: ScaledArray, payload: Array, scale: Array | None) -> ScaledArray:
+    return ScaledArray(payload=payload, scale=scale, form=cache.form, block=cache.block)

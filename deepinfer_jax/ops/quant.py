@@ -1,5 +1,7 @@
 """The three quantisers and the packed forms they produce (spec: backbone 7.1, checkpoint 3)."""
 
+from typing import Any, Literal
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, UInt8
@@ -19,37 +21,48 @@ MAIN_KV_AMAX_FLOOR = 6.0 * 2.0**-9
 _FP4_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
+Form = Literal["fp8", "fp4", "fp4_e4m3"]
+
+
 @pytree_dataclass
 class ScaledArray:
     """An array in its packed form: values are payload times the scale of their block.
 
-    payload: float8_e4m3fn, or uint8 holding two e2m1 values (even column in the low nibble), or a float array.
-    scale: float8_e8m0fnu or float8_e4m3fn, one for each `block` of (rows, columns); None for a float payload.
+    form: "fp8" (E4M3 bytes, E8M0 scale bytes), "fp4" (two E2M1 values in a byte, even column in the low nibble, E8M0
+    scale bytes) or "fp4_e4m3" (the same with E4M3 scale bytes). payload and scale are uint8: a compiler that has no
+    float8 gather or scatter would widen a whole cache or table for a few rows. Plain values have scale None.
+    block: rows and columns that share a scale.
     """
 
     payload: Array
-    scale: Array | None
+    scale: UInt8[Array, "..."] | None
+    form: Form = static_field(default="fp8")
     block: tuple[int, int] = static_field(default=(1, 1))
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the payload needs its scale."""
-        return self.scale is not None
 
-
-def dequantize(w: ScaledArray | Array, dtype: jnp.dtype) -> Float[Array, "..."]:
+def dequantize(w: ScaledArray | Array, dtype: Any) -> Float[Array, "..."]:
     """The values of a packed or plain array in `dtype`; exact in float32 and, but for underflow, in bfloat16."""
     if not isinstance(w, ScaledArray):
         return w.astype(dtype)
     if w.scale is None:
         return w.payload.astype(dtype)
-    values = decode_fp4(w.payload) if w.payload.dtype == jnp.uint8 else w.payload.astype(jnp.float32)
+    values = decode_e4m3(w.payload) if w.form == "fp8" else decode_fp4(w.payload)
+    scale = decode_e4m3(w.scale) if w.form == "fp4_e4m3" else decode_e8m0(w.scale)
     rows, cols = w.block
-    scale = w.scale.astype(jnp.float32)
     if rows > 1:
         scale = jnp.repeat(scale, rows, axis=-2)[..., : values.shape[-2], :]
     grouped = values.reshape(*scale.shape, cols)
     return (grouped * scale[..., None]).reshape(values.shape).astype(dtype)
+
+
+def decode_e4m3(codes: UInt8[Array, "*N"]) -> Float32[Array, "*N"]:
+    """E4M3 bytes as float32."""
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def decode_e8m0(codes: UInt8[Array, "*N"]) -> Float32[Array, "*N"]:
+    """Power-of-two bytes as float32: 2^(code - 127), where code 0 gives 0 and 255 (NaN) is refused by the loader."""
+    return _pow2(codes.astype(jnp.int32))
 
 
 def decode_fp4(codes: UInt8[Array, "*B M"]) -> Float32[Array, "*B N"]:
@@ -73,8 +86,8 @@ def quantize_fp8(x: Float[Array, "*B N"]) -> ScaledArray:
     groups, amax = _grouped(x, FP8_GROUP)
     exponent = pow2ceil_exponent(jnp.maximum(amax, FP8_AMAX_FLOOR) * jnp.float32(1.0 / FP8_MAX))
     scaled = groups * _pow2(254 - exponent)[..., None]
-    codes = jnp.clip(scaled, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
-    return ScaledArray(payload=codes.reshape(x.shape), scale=_e8m0(exponent), block=(1, FP8_GROUP))
+    codes = _e4m3_codes(jnp.clip(scaled, -FP8_MAX, FP8_MAX)).reshape(x.shape)
+    return ScaledArray(payload=codes, scale=exponent.astype(jnp.uint8), form="fp8", block=(1, FP8_GROUP))
 
 
 def quantize_index(x: Float[Array, "*B N"]) -> ScaledArray:
@@ -82,16 +95,16 @@ def quantize_index(x: Float[Array, "*B N"]) -> ScaledArray:
     groups, amax = _grouped(x, INDEX_GROUP)
     exponent = pow2ceil_exponent(jnp.maximum(amax, INDEX_AMAX_FLOOR) * jnp.float32(1.0 / FP4_MAX))
     codes = _fp4_codes(groups, _pow2(exponent)[..., None]).reshape(x.shape)
-    return ScaledArray(payload=_pack(codes), scale=_e8m0(exponent), block=(1, INDEX_GROUP))
+    return ScaledArray(payload=_pack(codes), scale=exponent.astype(jnp.uint8), form="fp4", block=(1, INDEX_GROUP))
 
 
 def quantize_main_kv(x: Float[Array, "*B N"]) -> ScaledArray:
     """x as packed E2M1 with one E4M3 scale for each 16 channels: main KV rows."""
     groups, amax = _grouped(x, MAIN_KV_GROUP)
     # Capped at the largest E4M3 value: the cast of anything above gives NaN.
-    scale = jnp.minimum(jnp.maximum(amax, MAIN_KV_AMAX_FLOOR) / FP4_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
-    codes = _fp4_codes(groups, scale.astype(jnp.float32)[..., None]).reshape(x.shape)
-    return ScaledArray(payload=_pack(codes), scale=scale, block=(1, MAIN_KV_GROUP))
+    scale = _e4m3_codes(jnp.minimum(jnp.maximum(amax, MAIN_KV_AMAX_FLOOR) / FP4_MAX, FP8_MAX))
+    codes = _fp4_codes(groups, decode_e4m3(scale)[..., None]).reshape(x.shape)
+    return ScaledArray(payload=_pack(codes), scale=scale, form="fp4_e4m3", block=(1, MAIN_KV_GROUP))
 
 
 def fp8_roundtrip(x: Float[Array, "*B N"]) -> Float[Array, "*B N"]:
@@ -108,8 +121,8 @@ def _pow2(biased_exponent: Int[Array, "*N"]) -> Float32[Array, "*N"]:
     return lax.bitcast_convert_type(biased_exponent << 23, jnp.float32)
 
 
-def _e8m0(biased_exponent: Int[Array, "*N"]) -> Array:
-    return lax.bitcast_convert_type(biased_exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+def _e4m3_codes(x: Float32[Array, "*N"]) -> UInt8[Array, "*N"]:
+    return lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
 def _fp4_codes(x: Float32[Array, "*B G"], scale: Float32[Array, "*B one"]) -> UInt8[Array, "*B G"]:

@@ -60,7 +60,7 @@ def small_state(num_slots, num_pages):
     """A state of the right ranks; its widths do not matter here."""
 
     def rows(*lead):
-        return ScaledArray(payload=jnp.zeros((*lead, 4), jnp.uint8), scale=jnp.ones((*lead, 1), jnp.float8_e8m0fnu))
+        return ScaledArray(payload=jnp.zeros((*lead, 4), jnp.uint8), scale=jnp.ones((*lead, 1), jnp.uint8))
 
     pages = rows(2, num_pages, 3)
     state = object.__new__(State)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_jax.config.model import ModelConfig, load_config
-from deepinfer_jax.testing import tiny_tokenizer
+from deepinfer_jax.text import tiny_tokenizer
 from deepinfer_jax.text.tokenizer import RELEASE_TOKENS, Tokenizer, load_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
