@@ -59,7 +59,9 @@ def make_batch(
     ends = np.cumsum(lengths)
     return StepBatch(
         tokens=jnp.asarray(np.concatenate([np.asarray(c, np.int32) for c in tokens])),
-        positions=jnp.asarray(np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, lengths, strict=True)])),
+        positions=jnp.asarray(
+            np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, lengths, strict=True)])
+        ),
         slots=jnp.asarray(np.repeat(np.asarray(slots, np.int32), lengths)),
         page_table=jnp.asarray(page_table, jnp.int32),
         logit_rows=jnp.arange(ends[-1], dtype=jnp.int32) if logits == "all" else jnp.asarray(ends - 1, jnp.int32),

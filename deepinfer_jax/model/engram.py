@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
@@ -51,7 +52,9 @@ def token_context(
         exists.append(position >= 0)
     is_kept = rows.is_live & (rows.num_after < config.history_len)
     slot = jnp.where(is_kept, rows.slots, state.history.shape[0])
-    history = state.history.at[slot, rows.positions % config.history_len].set(compressed, mode="drop")
+    # Written once read, as the window ring is: else a compiler keeps a copy for the reads.
+    columns, history = lax.optimization_barrier((columns, state.history))
+    history = history.at[slot, rows.positions % config.history_len].set(compressed, mode="drop")
     return jnp.stack(columns, axis=1), jnp.stack(exists, axis=1), dataclasses.replace(state, history=history)
 
 
@@ -106,7 +109,7 @@ def table_rows(
 
 def _mix_in(
     params: EngramParams,
-    wkv: Float[Array, "N M"],
+    wkv: Float[Array, "U M"],
     streams: Float[Array, "T C D"],
     hashed: Int[Array, "T N"],
     is_text: Bool[Array, " T"],

@@ -109,7 +109,7 @@ def _source_rows(
 
     def on_tile(
         stages: Stages, x: Array, before: Array, pairs: Array, positions: Array
-    ) -> tuple[ScaledArray, ScaledArray]:
+    ) -> tuple[ScaledArray, ScaledArray, Array]:
         pooled = linear(x, wkv) if ratio == 1 else round_to(compress.pool_pair(before, pairs), x.dtype)
         latent = rms_norm(pooled, params.compressor.norm[layer.kv_ordinal], eps=model.rms_norm_eps)
         latent = stages.note(f"{prefix}.compress_latent", latent)
@@ -119,9 +119,10 @@ def _source_rows(
         index_key = index_rows(rope.rotate(key, cos, sin), config=config)
         stages.note(f"{prefix}.compress_kv", dequantize(main, x.dtype))
         stages.note(f"{prefix}.index_k", dequantize(index_key, x.dtype))
-        return main, index_key
+        return main, index_key, pairs
 
-    main, index_key = stages.map_rows(on_tile, x, before, pairs, rows.positions, config=config)
+    # The pairs leave the loop that reads the row before: a compiler cannot write them to the tail any earlier.
+    main, index_key, pairs = stages.map_rows(on_tile, x, before, pairs, rows.positions, config=config)
     return SourceRows(main_kv=main, index_key=index_key, pairs=pairs)
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from deepinfer_jax.ops.invariant import ordered_sum, round_to, row_product
 from deepinfer_jax.pytree import pytree_dataclass
@@ -30,8 +30,8 @@ def coefficients(
     eps: float,
 ) -> Mix:
     """The mix of one sublayer from all streams of a row jointly, M = C * (2 + C) (spec: backbone 3.1)."""
-    rows, num_streams, _ = streams.shape
-    flat = streams.astype(jnp.float32).reshape(rows, -1)
+    rows, num_streams, width = streams.shape
+    flat = streams.astype(jnp.float32).reshape(rows, num_streams * width)
     mean_square = jnp.mean(flat * flat, axis=-1, keepdims=True)
     mixes = row_product(flat, fn) * lax.rsqrt(mean_square + NORM_EPS)
     sizes = (num_streams, num_streams, num_streams * num_streams)
@@ -49,7 +49,7 @@ def sinkhorn(logits: Float32[Array, "T C C"], *, iterations: int, eps: float) ->
     comb = raised / _sum_over(raised, axis=2) + eps
     comb = comb / (_sum_over(comb, axis=1) + eps)
 
-    def step(_: int, comb: Float32[Array, "T C C"]) -> Float32[Array, "T C C"]:
+    def step(_: Int[Array, ""], comb: Float32[Array, "T C C"]) -> Float32[Array, "T C C"]:
         comb = comb / (_sum_over(comb, axis=2) + eps)
         return comb / (_sum_over(comb, axis=1) + eps)
 

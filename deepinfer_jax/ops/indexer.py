@@ -43,14 +43,16 @@ def score_entries(
 ) -> Float32[Array, "B N"]:
     """Index scores of the listed entries, -inf where an entry is -1 or not visible; N is a multiple of 128."""
     width = entries.shape[1]
+    # One block of room beyond the end, so that a list of one block is still sliced (see `map_rows`).
+    roomy = jnp.pad(entries, ((0, 0), (0, SCORE_BLOCK)), constant_values=-1)
 
-    def step(block: Array, scores: Float32[Array, "B N"]) -> Float32[Array, "B N"]:
-        listed = lax.dynamic_slice_in_dim(entries, block * SCORE_BLOCK, SCORE_BLOCK, axis=1)
+    def step(block: Array, scores: Float32[Array, "B M"]) -> Float32[Array, "B M"]:
+        listed = lax.dynamic_slice_in_dim(roomy, block * SCORE_BLOCK, SCORE_BLOCK, axis=1)
         made = score_block(queries, weights, load_keys(listed))
         return lax.dynamic_update_slice_in_dim(scores, made, block * SCORE_BLOCK, axis=1)
 
-    blank = jnp.zeros(entries.shape, jnp.float32)
-    scores = repeat(width // SCORE_BLOCK, step, blank, has_fixed_trips=has_fixed_trips)
+    blank = jnp.zeros(roomy.shape, jnp.float32)
+    scores = repeat(width // SCORE_BLOCK, step, blank, has_fixed_trips=has_fixed_trips)[:, :width]
     visible = (entries >= 0) & (entries < num_visible[:, None])
     return jnp.where(visible, scores, -jnp.inf)
 

@@ -36,16 +36,18 @@ def map_rows(fn: Callable[..., Any], *trees: Any, tile: int | None, has_fixed_tr
         return fn(*trees)
     rows = jax.tree.leaves(trees)[0].shape[0]
     num_tiles = -(-rows // tile)
-    tiled = jax.tree.map(lambda a: _split(a, num_tiles, tile), trees)
+    # Room for two tiles at least: a slice of all there is would not depend on the index, and be moved out of the loop.
+    room = max(num_tiles, 2)
+    tiled = jax.tree.map(lambda a: _split(a, room, tile), trees)
     shapes = jax.eval_shape(fn, *jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), tiled))
-    blank = jax.tree.map(lambda s: jnp.zeros((num_tiles, *s.shape), s.dtype), shapes)
+    blank = jax.tree.map(lambda s: jnp.zeros((room, *s.shape), s.dtype), shapes)
 
     def step(index: Array, results: Any) -> Any:
         made = fn(*jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), tiled))
         return jax.tree.map(lambda whole, one: lax.dynamic_update_index_in_dim(whole, one, index, 0), results, made)
 
     result = repeat(num_tiles, step, blank, has_fixed_trips=has_fixed_trips)
-    return jax.tree.map(lambda r: r.reshape(num_tiles * tile, *r.shape[2:])[:rows], result)
+    return jax.tree.map(lambda r: r.reshape(room * tile, *r.shape[2:])[:rows], result)
 
 
 def _split(array: Array, num_tiles: int, tile: int) -> Array:

@@ -79,6 +79,8 @@ def routed_experts(
     """
     rows, per_row = expert_ids.shape
     num_pairs = rows * per_row
+    if not num_pairs:
+        return jnp.zeros((rows, per_row, u.shape[1]), u.dtype)
     num_tiles = min(num_pairs, num_pairs // tile + min(num_experts, num_pairs))
     pair_expert = jnp.where(is_live[:, None], expert_ids, num_experts).reshape(-1)
     counts = jnp.sum(pair_expert[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, :], axis=0, dtype=jnp.int32)

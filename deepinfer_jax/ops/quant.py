@@ -94,7 +94,8 @@ def quantize_index(x: Float[Array, "*B N"]) -> ScaledArray:
     """x as packed E2M1 with one power-of-two scale for each 32 channels: index queries and keys."""
     groups, amax = _grouped(x, INDEX_GROUP)
     exponent = pow2ceil_exponent(jnp.maximum(amax, INDEX_AMAX_FLOOR) * jnp.float32(1.0 / FP4_MAX))
-    codes = _fp4_codes(groups, _pow2(exponent)[..., None]).reshape(x.shape)
+    # Scaled up first: a midpoint times the smallest scale would be flushed to zero, and zero would not be below it.
+    codes = _fp4_codes(groups * _pow2(254 - exponent)[..., None], jnp.ones_like(amax)[..., None]).reshape(x.shape)
     return ScaledArray(payload=_pack(codes), scale=exponent.astype(jnp.uint8), form="fp4", block=(1, INDEX_GROUP))
 
 

@@ -17,15 +17,14 @@ TABLES = {"swa": (1e4, None), "compressed": (1.6e5, FLASH_SCALING)}
 TABLE_REL_L2 = 6e-8
 # Products and a sum in float32.
 ROTATION_REL_L2 = 1e-7
-# The anchors are printed with seven digits.
-ANCHOR_REL = 2e-7
-# A frequency that is one ulp off turns the pair by up to 0.03 at the far end of the context.
-FIRST_ANCHORS = [1, 0.687656045, 0.003635538509, 0.002265624935, 2.969778e-4, 5.372312e-6, 5.680529e-7]
+# Half a unit of the seventh digit, the last one printed for some anchors.
+ANCHOR_REL = 5e-7
+YARN_ANCHORS = [1, 0.687656045, 0.003635538509, 0.002265624935, 2.969778e-4, 5.372312e-6, 5.680529e-7]
 PLAIN_ANCHORS = [1, 0.749894202, 0.013335214928, 0.00999999978, 3.162278e-3, 7.498942e-4, 1.333522e-4]
 ANCHOR_PAIRS = [0, 1, 15, 16, 20, 25, 31]
 
 
-@pytest.mark.parametrize("kind, anchors", [("compressed", FIRST_ANCHORS), ("swa", PLAIN_ANCHORS)])
+@pytest.mark.parametrize("kind, anchors", [("compressed", YARN_ANCHORS), ("swa", PLAIN_ANCHORS)])
 def test_frequencies_equal_the_anchors_of_the_specification(kind: str, anchors: list[float]):
     made = rope.frequencies(64, *TABLES[kind])[ANCHOR_PAIRS]
     assert np.abs(made / np.asarray(anchors) - 1).max() <= ANCHOR_REL

@@ -1,0 +1,139 @@
+"""The arguments of `generate`, checked as a whole before anything is queued (spec: interface 5.2, 5.4)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams, refuse_unsupported
+from deepinfer_jax.text.tokenizer import Tokenizer
+
+type TokenIds = Sequence[SupportsIndex] | np.ndarray
+type Prompts = str | Sequence[str | TokenIds] | None
+type ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One prompt, ready to run."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams  # with the model's EOS as eos_id
+
+
+def read_tasks(
+    prompts: Prompts,
+    prompt_token_ids: Sequence[TokenIds] | None,
+    sampling_params: ParamsArgument,
+    multi_modal_data: Any,
+    *,
+    tokenizer: Tokenizer | None,
+    model: ModelConfig,
+    max_model_len: int,
+) -> list[Task]:
+    """One task for each prompt, in order. Raises ValueError or TypeError, naming the prompt's index."""
+    if multi_modal_data is not None:
+        raise NotImplementedError("multi_modal_data needs vision, which has not landed in this version; leave it out")
+    given = _given_prompts(prompts, prompt_token_ids)
+    params = _given_params(sampling_params, len(given))
+    tasks: list[Task] = []
+    for index, (prompt, options) in enumerate(zip(given, params, strict=True)):
+        ids = _prompt_ids(prompt, index, tokenizer, model)
+        if len(ids) > max_model_len:
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens, more than max_model_len={max_model_len}; "
+                "shorten it or raise max_model_len"
+            )
+        _check_params(options, index, model)
+        tasks.append(Task(ids, dataclasses.replace(options, eos_id=model.eos_token_id)))
+    return tasks
+
+
+def _given_prompts(prompts: Prompts, prompt_token_ids: Sequence[TokenIds] | None) -> Sequence[str | TokenIds]:
+    if prompts is None and prompt_token_ids is None:
+        raise ValueError("generate got neither prompts nor prompt_token_ids; give one of them")
+    texts = _as_list("prompts", prompts)
+    ids = _as_list("prompt_token_ids", prompt_token_ids)
+    if texts is not None and ids is not None and len(texts) != len(ids):
+        raise ValueError(
+            f"{len(texts)} prompts and {len(ids)} prompt_token_ids were given; give one of the two, or equally many"
+        )
+    given = ids if ids is not None else texts
+    if not given:
+        raise ValueError("the list of prompts is empty; give at least one prompt")
+    return given
+
+
+def _as_list(name: str, value: Any) -> Sequence[Any] | None:
+    if value is None or isinstance(value, str):
+        if isinstance(value, str) and name == "prompt_token_ids":
+            raise TypeError("prompt_token_ids is a string; give it as prompts")
+        return value if value is None else [value]
+    if isinstance(value, np.ndarray) and value.ndim == 2:
+        return list(value)
+    if isinstance(value, bytes) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} is of type {type(value).__name__}; give a list with one entry for each prompt")
+    for index, entry in enumerate(value):
+        is_ids = isinstance(entry, np.ndarray) or (isinstance(entry, Sequence) and not isinstance(entry, str | bytes))
+        if not is_ids and (name == "prompt_token_ids" or not isinstance(entry, str)):
+            raise TypeError(
+                f"{name}[{index}] is of type {type(entry).__name__}; give a list with one "
+                f"{'list of token ids' if name == 'prompt_token_ids' else 'string'} for each prompt"
+            )
+    return value
+
+
+def _given_params(sampling_params: ParamsArgument, num_prompts: int) -> Sequence[SamplingParams]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * num_prompts
+    if not isinstance(sampling_params, list | tuple):
+        raise TypeError(
+            f"sampling_params is of type {type(sampling_params).__name__}; "
+            "give one SamplingParams, or a list with one for each prompt"
+        )
+    for index, options in enumerate(sampling_params):
+        if not isinstance(options, SamplingParams):
+            raise TypeError(f"sampling_params[{index}] is of type {type(options).__name__}, not SamplingParams")
+    if len(sampling_params) != num_prompts:
+        raise ValueError(
+            f"{num_prompts} prompts and {len(sampling_params)} sampling_params were given; "
+            "give one for all, or one for each prompt"
+        )
+    return sampling_params
+
+
+def _prompt_ids(prompt: str | TokenIds, index: int, tokenizer: Tokenizer | None, model: ModelConfig) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(
+                f"prompt {index} is a text, and this model has no tokenizer; "
+                "give tokenizer= to LLM, or prompts as token ids"
+            )
+        try:
+            return tuple(tokenizer.encode(prompt))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
+    if len(prompt) == 0:
+        raise ValueError(f"prompt {index}: prompt must not be empty; give at least one token id")
+    ids = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+    for place, token_id in enumerate(ids):
+        if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
+            raise TypeError(f"prompt {index} has {token_id!r} at place {place}; give integers, the token ids")
+        if not 0 <= token_id < model.vocab_size:
+            raise ValueError(
+                f"prompt {index} has token id {token_id} at place {place}, "
+                f"outside the vocabulary 0..{model.vocab_size - 1}; correct the ids"
+            )
+    return tuple(int(token_id) for token_id in ids)
+
+
+def _check_params(params: SamplingParams, index: int, model: ModelConfig) -> None:
+    refuse_unsupported(params)
+    for place, token_id in enumerate(params.golden_token_ids or ()):
+        if token_id != NO_TOKEN and token_id >= model.vocab_size:
+            raise ValueError(
+                f"golden_token_ids[{place}]={token_id} of prompt {index} is outside the vocabulary "
+                f"0..{model.vocab_size - 1}; correct it, or give -1 to sample there"
+            )

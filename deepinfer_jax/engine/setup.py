@@ -1,0 +1,135 @@
+"""From a resolved configuration to a model that can run: device, compilation cache, weights, tokenizer."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from deepinfer_jax.checkpoint.embedded import embedded_model
+from deepinfer_jax.checkpoint.load import TOKENIZER_NAME, LoadFormat, load_model
+from deepinfer_jax.checkpoint.locate import locate_model
+from deepinfer_jax.config.args import DEFAULT, EngineConfig
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.places import cache_folder, writable_folder
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
+
+RELEASED_NUMERICS = "q"
+MIN_ROLLBACK_TOKENS = 6  # the rings' size in every engine, so that drafts need no other layout
+_PLATFORMS = {"cpu": "cpu", "nvidia": "gpu"}
+_TARGETS = {platform: target for target, platform in _PLATFORMS.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """What an engine runs."""
+
+    params: Params
+    runtime: RuntimeConfig
+    tokenizer: Tokenizer | None
+    max_model_len: int  # tokens of prompt and output
+    device: Any  # of JAX
+
+
+def load_engine_model(config: EngineConfig) -> LoadedModel:
+    """The model, tokenizer and device of a configuration. Raises ValueError for whatever does not fit."""
+    device, target = choose_device(config.device)
+    keep_compiled_programs(config.jit_cache_dir)
+    location = locate_configured(config)
+    load_format: LoadFormat = "dummy" if config.load_format == "dummy" else "auto"
+    with jax.default_device(device):
+        params, model = load_model(location, load_format=load_format, seed=config.seed or 0)
+    if config.source("engram_pad_token") != DEFAULT:
+        model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)
+    return LoadedModel(
+        params=params,
+        runtime=make_runtime(config, model, target=target),
+        tokenizer=find_tokenizer(config, location, model),
+        max_model_len=context_limit(config, model),
+        device=device,
+    )
+
+
+def choose_device(name: str) -> tuple[Any, str]:
+    """The device that a configuration names, and the target that steps are built for; auto is JAX's first."""
+    if name == "auto":
+        device = jax.devices()[0]
+        return device, _TARGETS.get(str(device.platform), str(device.platform))
+    platform = _PLATFORMS.get(name, name)
+    try:
+        return jax.devices(platform)[0], name
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={name!r} is not attached: {error}; choose another device, or install JAX for this one"
+        ) from error
+
+
+def keep_compiled_programs(directory: str | None) -> None:
+    """Lets JAX keep compiled programs in `directory`, else where JAX was told to, else in the user's cache folder."""
+    if directory is None and jax.config.jax_compilation_cache_dir:
+        return
+    folder = Path(directory) if directory else cache_folder() / "compiled"
+    if not writable_folder(folder):
+        if directory:
+            raise ValueError(f"DEEPINFER_JIT_CACHE_DIR={directory} takes no files; give a folder that does")
+        warnings.warn(
+            f"{folder} takes no files: programs are compiled anew in every process; "
+            "set DEEPINFER_JIT_CACHE_DIR to a folder that does",
+            stacklevel=2,
+        )
+        return
+    settings: dict[str, Any] = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    # JAX looks for its folder once; a program compiled before this call would have ended the search.
+    compilation_cache.reset_cache()
+
+
+def locate_configured(config: EngineConfig) -> Path:
+    """The directory or config file of the configured model, the embedded one when none is named."""
+    if config.model is None:
+        return embedded_model()
+    return locate_model(config.model, revision=config.revision, needs_weights=config.load_format != "dummy")
+
+
+def find_tokenizer(config: EngineConfig, location: Path, model: ModelConfig) -> Tokenizer | None:
+    """The named tokenizer, else the model's own; None for a shape without one (random weights)."""
+    if config.tokenizer is not None and config.tokenizer != config.model:
+        revision = config.tokenizer_revision or config.revision
+        named = locate_model(config.tokenizer, revision=revision, needs_weights=False)
+        return load_tokenizer(named, config=model)
+    is_shape_only = location.is_file() or config.load_format == "dummy"
+    if is_shape_only and (location.is_file() or not (location / TOKENIZER_NAME).exists()):
+        return None
+    return load_tokenizer(location, config=model)
+
+
+def context_limit(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of the longest request; a default limit gives way to the model's own, a chosen one must fit."""
+    limit = model.max_position_embeddings
+    if config.max_model_len > limit and config.source("max_model_len") != DEFAULT:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is above max_position_embeddings={limit} of the model; lower it"
+        )
+    return min(config.max_model_len, limit)
+
+
+def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str) -> RuntimeConfig:
+    """The static configuration of every step."""
+    is_invariant = target == "cpu" if config.batch_invariant is None else config.batch_invariant
+    return RuntimeConfig(
+        model=model,
+        numerics=config.numerics or RELEASED_NUMERICS,  # type: ignore[arg-type]
+        rollback_tokens=max(MIN_ROLLBACK_TOKENS, config.max_backtracking_tokens),
+        is_invariant=is_invariant,
+        kernels=config.kernels,
+        target=target,
+    )

@@ -1,0 +1,168 @@
+"""Comparison of computed with recorded stages, row by row, and what may excuse a row."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from deepinfer_jax.testing import tolerances as tol
+
+Stages = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One stage of one sequence against its recording."""
+
+    name: str  # full stage name, with the step in front for decode
+    sequence: str
+    rule: tol.Rule
+    num_values: int
+    num_different: int
+    num_rows: int
+    rows_bad: int  # beyond the tolerance and neither forced nor excused
+    rows_forced: int  # other ids than recorded, at a tie or boundary: the recorded ids were used from there on
+    rows_excused: int  # moved beyond the tolerance by float32 noise on the inputs
+    max_error: float  # of the rows that are neither forced nor excused
+    first_bad_row: int  # -1 for none
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Comparison:
+    """What one sequence gave. moved: stage name -> how far noise on the inputs moved each row, in units of the
+    stage's own rule; empty where that was not tried.
+    """
+
+    sequence: str
+    got: Stages
+    want: Stages
+    moved: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    has_tied_steps: bool = False  # a tie may be followed by other values, since no ids were recorded to force
+
+
+def check_all(comparison: Comparison, *, is_fed: bool, candidate_block: int) -> list[Check]:
+    """Every recorded stage of one sequence."""
+    checks, tied = [], False
+    for name in comparison.want:
+        leaf = tol.leaf_of(name)
+        if leaf == "step_margin":
+            tied |= comparison.has_tied_steps and float(comparison.want[name][0]) <= tol.STEP_MARGIN_ROUNDING
+            continue
+        checks.append(check_stage(comparison, name, is_fed=is_fed, candidate_block=candidate_block, is_after_tie=tied))
+    return checks
+
+
+def check_stage(comparison: Comparison, name: str, *, is_fed: bool, candidate_block: int, is_after_tie: bool) -> Check:
+    """One recorded stage of one sequence."""
+    recorded = comparison.want[name]
+    rule = tol.rule_of(name, recorded, is_fed=is_fed)
+    got, want = tol.aligned(name, comparison.got[name], recorded)
+    errors = tol.row_errors(rule, got, want, _scale_of(comparison.got, name))
+    is_bad = errors > rule.tolerance
+    forced = np.zeros_like(is_bad)
+    if tol.leaf_of(name) in tol.SELECTION_LEAVES:
+        rows = [
+            bool(bad) and _is_explained(comparison, name, row, is_fed=is_fed, candidate_block=candidate_block)
+            for row, bad in enumerate(is_bad)
+        ]
+        forced = np.asarray(rows, np.bool_)
+        excused = np.zeros_like(is_bad)
+    else:
+        moved = comparison.moved.get(name, np.zeros(len(errors)))
+        excused = is_bad & ((moved > rule.tolerance) | is_after_tie) & np.isfinite(errors)
+    held = is_bad & ~forced & ~excused
+    return Check(
+        name=name,
+        sequence=comparison.sequence,
+        rule=rule,
+        num_values=want.size,
+        num_different=int(np.sum(got != want)),
+        num_rows=len(errors),
+        rows_bad=int(held.sum()),
+        rows_forced=int(forced.sum()),
+        rows_excused=int(excused.sum()),
+        max_error=float(np.max(errors[~forced & ~excused], initial=0.0)),
+        first_bad_row=int(np.argmax(held)) if held.any() else -1,
+    )
+
+
+def movements(base: Stages, trials: Sequence[Stages], want: Stages) -> dict[str, np.ndarray]:
+    """How far noise moved each row of every recorded stage: the largest error of a trial against the unmoved run."""
+    moved: dict[str, np.ndarray] = {}
+    for name in base:
+        if name not in want and tol.leaf_of(name) != "index_score":
+            continue
+        rule = tol.rule_of(name, want.get(name, base[name]), is_fed=False)
+        still = tol.aligned(name, base[name], base[name])[0]
+        scale = _scale_of(base, name)
+        errors = [tol.row_errors(rule, tol.aligned(name, t[name], base[name])[0], still, scale) for t in trials]
+        moved[name] = np.max(errors, axis=0) if errors else np.zeros(len(still))
+    return moved
+
+
+def canonical(stages: Stages) -> dict[str, np.ndarray]:
+    """The stages with every row's experts in ascending order: their order carries no meaning."""
+    result = dict(stages)
+    for name in stages:
+        if tol.leaf_of(name) != "router_ids":
+            continue
+        order = np.argsort(stages[name], axis=1)
+        result[name] = np.take_along_axis(stages[name], order, axis=1)
+        weights = name.replace("router_ids", "router_weights")
+        if weights in stages:
+            result[weights] = np.take_along_axis(stages[weights], order, axis=1)
+    return result
+
+
+def bad_share(checks: Sequence[Check]) -> float:
+    """Share of the compared rows that are beyond their tolerance."""
+    rows = sum(check.num_rows for check in checks)
+    return sum(check.rows_bad for check in checks) / max(rows, 1)
+
+
+def _sibling(name: str, leaf: str) -> str:
+    """The name of another stage of the same layer and step."""
+    head = name.rsplit(".", 1)[0]
+    return f"{head}.{leaf}"
+
+
+def _scale_of(got: Stages, name: str) -> np.ndarray | None:
+    if tol.leaf_of(name) not in tol.MARGIN_LEAVES:
+        return None
+    return tol.score_scale(got[_sibling(name, "index_score")])
+
+
+def _is_explained(comparison: Comparison, name: str, row: int, *, is_fed: bool, candidate_block: int) -> bool:
+    """Whether a row that selects other entries than recorded stands at a tie or on a boundary.
+
+    A tie: the recorded margin and the computed scores of the exchanged entries say so. A boundary: float32 noise on
+    the inputs moves this row's scores beyond the tolerance, and the recorded margin is small enough for one code.
+    """
+    scores = comparison.got[_sibling(name, "index_score")][row].astype(np.float64)
+    margin, slack = _margin_of(comparison.want, name, row)
+    is_mask = tol.leaf_of(name) == "candidate_mask"
+    if is_mask:
+        scores = _block_best(scores, candidate_block)
+    got = tol.selection_mask(name, comparison.got[name][row], len(scores))
+    want = tol.selection_mask(name, comparison.want[name][row], len(scores))
+    fraction = tol.TIE_FRACTION_BF16 if is_fed else tol.TIE_FRACTION
+    if tol.is_tie(got, want, scores, margin=margin, slack=slack, fraction=fraction):
+        return True
+    moved = comparison.moved.get(_sibling(name, "index_score"))
+    bound = tol.CROSSING_FRACTION * float(tol.score_scale(scores[None])[0])
+    return moved is not None and bool(moved[row] > tol.STAGE_RELATIVE) and margin <= bound
+
+
+def _margin_of(want: Stages, name: str, row: int) -> tuple[float, float]:
+    """The recorded margin of a selection, and by how much it may have been rounded."""
+    leaf = "candidate_margin" if tol.leaf_of(name) == "candidate_mask" else "topk_margin"
+    if _sibling(name, leaf) in want:
+        return float(want[_sibling(name, leaf)][row]), 0.0
+    step = name.split(".", 1)[0] + ".step_margin"
+    return (float(want[step][0]), tol.STEP_MARGIN_ROUNDING) if step in want else (np.inf, 0.0)
+
+
+def _block_best(scores: np.ndarray, block: int) -> np.ndarray:
+    """Each entry's score replaced by the best one of its block of entries: what blocks are chosen by."""
+    padded = np.pad(scores, (0, -len(scores) % block), constant_values=-np.inf).reshape(-1, block)
+    return np.repeat(padded.max(axis=1), block)[: len(scores)]
