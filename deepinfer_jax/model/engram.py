@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.batch import Rows
-from deepinfer_jax.model.params import EngramParams
+from deepinfer_jax.model.params import EngramParams, layer_slice
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
-from deepinfer_jax.model.variants import Layer, layer_weights, pick
+from deepinfer_jax.model.variants import Layer, pick
 from deepinfer_jax.ops import engram as engram_math
 from deepinfer_jax.ops import paged
 from deepinfer_jax.ops.linear import linear
@@ -72,7 +72,7 @@ def engram(
     """The streams with the looked-up memory mixed in, at layers that have a table."""
 
     def with_table(ordinal: int) -> Float[Array, "T C D"]:
-        wkv = layer_weights(params.wkv, ordinal, dtype=streams.dtype)
+        wkv = dequantize(layer_slice(params.wkv, ordinal), streams.dtype)
 
         def on_tile(stages: Stages, streams: Array, context: Array, exists: Array, is_text: Array) -> Array:
             prefix = f"layers.{layer.layer}"

@@ -5,10 +5,10 @@ from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.batch import Rows
-from deepinfer_jax.model.params import IndexerParams
+from deepinfer_jax.model.params import IndexerParams, layer_slice
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import RATIOS, State
-from deepinfer_jax.model.variants import Layer, RopeTables, SelectionKind, layer_weights, pick, selection_kinds
+from deepinfer_jax.model.variants import Layer, RopeTables, SelectionKind, pick, selection_kinds
 from deepinfer_jax.ops import indexer, paged
 from deepinfer_jax.ops.invariant import round_to
 from deepinfer_jax.ops.linear import linear
@@ -114,7 +114,7 @@ def _select_variant(
     page_entries = config.page_tokens // kind.ratio
     width = context_width(rows, ratio=kind.ratio, config=config)
     count, room = min(model.index_topk, width), previous.entries.shape[1]
-    wq_b = layer_weights(params.wq_b, layer.index_ordinal, dtype=x.dtype)
+    wq_b = dequantize(layer_slice(params.wq_b, layer.index_ordinal), x.dtype)
     weights_proj = params.weights_proj[layer.index_ordinal]
 
     def on_tile(

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_jax.config.model import load_config
-from deepinfer_jax.text import tiny_tokenizer
-from deepinfer_jax.text import chat
+from deepinfer_jax.text import chat, tiny_tokenizer
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 CONFIG = load_config(Path(__file__).parents[1] / "data" / "tiny_a")

@@ -7,8 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from deepinfer_jax.config.model import load_config
-from deepinfer_jax.text import tiny_tokenizer
-from deepinfer_jax.text import engram_vocab
+from deepinfer_jax.text import engram_vocab, tiny_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 TINY = DATA / "tiny_a"
