@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -205,9 +206,13 @@ def _parse_nested(raw: Mapping[str, Any]) -> ModelConfig:
         ("topk_method", "noaux_tc"),
     ):
         _expect(text, key, allowed, "text_config.")
-    for key in ("attention_bias", "tie_word_embeddings"):
-        if text.get(key, False):
-            raise ValueError(f"text_config.{key}={text[key]!r} is not supported; the architecture has it false")
+    for part, prefix, keys in (
+        (text, "text_config.", ("attention_bias", "tie_word_embeddings")),
+        (raw, "", ("tie_word_embeddings",)),
+    ):
+        for key in keys:
+            if part.get(key, False):
+                raise ValueError(f"{prefix}{key}={part[key]!r} is not supported; the architecture has it false")
     values = {name: _take(text, name, "text_config.") for name in _model_fields()}
     values["rope_scaling"] = _rope_scaling(_take(text, "rope_scaling", "text_config."))
     vision = raw.get("vision_config")
@@ -301,12 +306,13 @@ def _build[C](cls: type[C], values: Mapping[str, Any], prefix: str) -> C:
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = is_number and abs(value) <= sys.float_info.max  # neither nan, inf nor an integer beyond both
     if kind is int:
         if not is_number or value != int(value):
             raise ValueError(f"{key}={value!r} must be an integer")
         return int(value)
     if kind is float:
-        if not is_number or value != value or abs(value) == float("inf"):
+        if not is_number:
             raise ValueError(f"{key}={value!r} must be a finite number")
         return float(value)
     if kind is bool and not isinstance(value, bool):
@@ -454,8 +460,8 @@ def _check_engram(c: ModelConfig) -> None:
         f"engram_vocab_size={c.engram_vocab_size} is too large: bucket primes must stay below 2^24",
     )
     _require(
-        c.engram_compressed_vocab_size <= 1 << 31,
-        f"engram_compressed_vocab_size={c.engram_compressed_vocab_size} must be at most 2^31",
+        c.engram_compressed_vocab_size <= c.vocab_size,
+        f"engram_compressed_vocab_size={c.engram_compressed_vocab_size} is larger than vocab_size={c.vocab_size}",
     )
     _require(
         c.engram_pad_token_id < c.vocab_size,

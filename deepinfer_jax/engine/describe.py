@@ -1,22 +1,36 @@
-"""What a model costs: parameters, bytes and arithmetic, from the shape alone (spec: backbone 7.3, 9, 10)."""
+"""The `describe` command: parameters, bytes and arithmetic of a model, from its shape alone."""
 
+import argparse
 import dataclasses
-import functools
+import enum
 import json
 import math
+import re
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from deepinfer_jax.checkpoint.locate import locate_model
 from deepinfer_jax.checkpoint.names import DERIVED_LEAVES, expected_tensors, inventory, payload_name
-from deepinfer_jax.config.args import EngineConfig
-from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.config.roles import LayerRole, layer_roles
+from deepinfer_jax.config.args import EngineArgs, EngineConfig, resolve
+from deepinfer_jax.config.model import ModelConfig, load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.model.params import LeafSpec, leaf_at, schema
+from deepinfer_jax.engine.costs import (
+    CacheFigures,
+    DecodeCost,
+    PrefillCost,
+    WeightReads,
+    cache_figures,
+    decode_cost,
+    prefill_cost,
+    weight_reads,
+)
+from deepinfer_jax.engine.setup import locate_configured, make_runtime
+from deepinfer_jax.model.params import leaf_at, schema
 from deepinfer_jax.model.shardings import placed_params
-from deepinfer_jax.model.state import State, init_state
 from deepinfer_jax.parallel.mesh import CP, DP
 
 CONTEXTS = (4096, 65536, 1048576)  # tokens
@@ -40,60 +54,17 @@ class GroupFigures:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheFigures:
-    """Bytes that requests occupy, in the storage of the configured numerics."""
+class Setting:
+    """One field or variable of the resolved configuration."""
 
-    window_row_bytes: int
-    main_kv_row_bytes: int
-    index_k_row_bytes: int
-    bytes_per_token: float  # main KV and index K of all sources
-    ring_len: int  # rows of a window ring
-    ring_bytes: int  # of one request, all layers
-    window_bytes: int  # the same with as many rows as the window has
-    tail_bytes: int  # of one request
-    history_bytes: int  # of one request
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeCost:
-    """One token at a context of `context` tokens: FLOPs, and bytes of caches."""
-
-    context: int
-    linear: int
-    attention: int
-    dense_scan: int
-    candidate_scan: int
-    total: int
-    kv_bytes_read: int  # rings and selected main KV
-    index_bytes_read: int
-    bytes_written: float
-    bytes_held: float  # main KV and index K
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefillCost:
-    """FLOPs for each token of a prompt, averaged over the prompt; bounded: the decoder runs on the last window."""
-
-    prompt_len: int
-    bounded: float
-    full: float
-    encoder_scan: float
-    encoder_attention: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightReads:
-    """Bytes of weights that one decode step of `batch` requests reads; the expected number of distinct experts."""
-
-    batch: int
-    experts_per_layer: float
-    backbone_bytes: int
-    engram_bytes: int
+    name: str
+    value: bool | int | float | str | tuple[int, ...] | None
+    source: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """Every figure of one model; `effective_config` has (name, value, source) rows."""
+    """Every figure of one model."""
 
     groups: tuple[GroupFigures, ...]
     backbone_parameters: int
@@ -108,7 +79,7 @@ class Description:
     decode: tuple[DecodeCost, ...]
     prefill: tuple[PrefillCost, ...]
     weight_reads: tuple[WeightReads, ...]
-    effective_config: tuple[tuple[str, str, str], ...]
+    effective_config: tuple[Setting, ...]  # empty when no engine configuration was given
 
 
 def abstract_mesh(dp: int, cp: int) -> AbstractMesh:
@@ -148,10 +119,15 @@ def describe(
         decode=tuple(decode_cost(config, n, cache=cache) for n in CONTEXTS),
         prefill=tuple(prefill_cost(config, n) for n in CONTEXTS),
         weight_reads=tuple(weight_reads(config, n) for n in BATCHES),
-        effective_config=()
-        if engine is None
-        else tuple((name, str(engine.value(name)), source) for name, source in engine.sources),
+        effective_config=_settings(engine) if engine is not None else (),
     )
+
+
+def _settings(engine: EngineConfig) -> tuple[Setting, ...]:
+    def plain(value: Any) -> Any:
+        return value.name if isinstance(value, enum.Enum) else value
+
+    return tuple(Setting(name=n, value=plain(engine.value(n)), source=source) for n, source in engine.sources)
 
 
 def _group_figures(config: ModelConfig, mesh: tuple[int, int] | None) -> tuple[GroupFigures, ...]:
@@ -179,170 +155,138 @@ def _group_figures(config: ModelConfig, mesh: tuple[int, int] | None) -> tuple[G
     )
 
 
-def cache_figures(runtime: RuntimeConfig) -> CacheFigures:
-    """Cache sizes from the state that the network itself makes."""
-    state: State = jax.eval_shape(functools.partial(init_state, runtime, num_slots=1, num_pages=1))
-
-    def num_bytes(tree: Any) -> int:
-        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
-
-    def row_bytes(tree: Any) -> int:
-        return sum(a.shape[-1] * a.dtype.itemsize for a in jax.tree.leaves(tree))
-
-    ring_bytes = num_bytes(state.window)
-    return CacheFigures(
-        window_row_bytes=row_bytes(state.window),
-        main_kv_row_bytes=row_bytes(state.main_kv[0]),
-        index_k_row_bytes=row_bytes(state.index_k[0]),
-        bytes_per_token=num_bytes((state.main_kv, state.index_k)) / runtime.page_tokens,
-        ring_len=runtime.ring_len,
-        ring_bytes=ring_bytes,
-        window_bytes=ring_bytes // runtime.ring_len * runtime.model.sliding_window,
-        tail_bytes=num_bytes(state.tails),
-        history_bytes=num_bytes(state.history),
-    )
-
-
-def active_parameters(config: ModelConfig, layers: range) -> int:
-    """Multiply-accumulates of one token in the matrices of these layers; embedding look-up and head not counted."""
-    return sum(_active(spec, config) * _share(spec, layers) for spec in schema(config))
-
-
-def _active(spec: LeafSpec, config: ModelConfig) -> int:
-    """Multiply-accumulates of one token in one layer of a leaf, 0 for what is no matrix product."""
-    inner = spec.shape[1:] if spec.stack is not None else spec.shape
-    if spec.stack is None or len(inner) < 2 or "stream" in spec.axes:
-        return 0
-    if "expert" in spec.axes:
-        return config.num_experts_per_tok * math.prod(inner[1:])
-    return math.prod(inner)
-
-
-def _share(spec: LeafSpec, layers: range) -> int:
-    return sum(layer in layers for layer in spec.stack or ())
-
-
-def _boundary_parameters(config: ModelConfig) -> int:
-    """What the first decoder layer computes for a row that the decoder skips: mix, window KV, main KV, index key."""
-    boundary = next(role.layer for role in layer_roles(config) if role.is_decoder)
-    kept = ("hc_attn.fn", "attention.wkv", "compressor.wkv", "indexer.wk")
-    here = range(boundary, boundary + 1)
-    return sum(_active(spec, config) * _share(spec, here) for spec in schema(config) if spec.path in kept)
-
-
-def _attention_flops(config: ModelConfig, keys: int) -> int:
-    """Scores and values of one query over `keys` keys in all heads."""
-    return 4 * config.num_attention_heads * config.head_dim * keys
-
-
-def _scan_flops(config: ModelConfig, entries: int) -> int:
-    """Index scores of one query over `entries` entries: dot products, then relu, weight and sum of each head."""
-    return (2 * config.index_n_heads * config.index_head_dim + 3 * config.index_n_heads) * entries
-
-
-def _capped_sum(count: int, *, ratio: int, cap: int) -> int:
-    """Sum over n = 1..count of min(n // ratio, cap)."""
-    free = min(count, ratio * cap - 1)  # numbers before the cap holds
-    whole = free // ratio
-    return ratio * whole * (whole - 1) // 2 + whole * (free - whole * ratio + 1) + cap * (count - free)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Keys:
-    """Keys and entries that the queries of some layers read, added over the positions of a span."""
-
-    window: int
-    selected: int
-    dense: int
-    candidates: int
-
-
-def _keys(config: ModelConfig, roles: tuple[LayerRole, ...], first: int, last: int) -> _Keys:
-    """Sums over contexts of first..last tokens."""
-
-    def span(ratio: int, cap: int) -> int:
-        return _capped_sum(last, ratio=ratio, cap=cap) - _capped_sum(first - 1, ratio=ratio, cap=cap)
-
-    pool = config.candidate_topk_blocks * config.candidate_block_size
-    scans = [r for r in roles if r.index_ordinal >= 0]
-    return _Keys(
-        window=len(roles) * span(1, config.sliding_window),
-        selected=sum(span(r.ratio, config.index_topk) for r in roles if r.ratio),
-        dense=sum(span(r.ratio, last) for r in scans if not r.uses_candidates),
-        candidates=sum(span(r.ratio, pool) for r in scans if r.uses_candidates),
-    )
-
-
-def decode_cost(config: ModelConfig, context: int, *, cache: CacheFigures) -> DecodeCost:
-    """What one decoded token costs when its request has `context` tokens."""
-    keys = _keys(config, layer_roles(config), context, context)
-    head = config.vocab_size * config.hidden_size
-    linear = 2 * (active_parameters(config, range(config.num_hidden_layers)) + head)
-    attention = _attention_flops(config, keys.window + keys.selected)
-    dense, candidates = _scan_flops(config, keys.dense), _scan_flops(config, keys.candidates)
-    return DecodeCost(
-        context=context,
-        linear=linear,
-        attention=attention,
-        dense_scan=dense,
-        candidate_scan=candidates,
-        total=linear + attention + dense + candidates,
-        kv_bytes_read=keys.window * cache.window_row_bytes + keys.selected * cache.main_kv_row_bytes,
-        index_bytes_read=(keys.dense + keys.candidates) * cache.index_k_row_bytes,
-        bytes_written=config.num_hidden_layers * cache.window_row_bytes + cache.bytes_per_token,
-        bytes_held=cache.bytes_per_token * context,
-    )
-
-
-def prefill_cost(config: ModelConfig, prompt_len: int) -> PrefillCost:
-    """What one token of a prompt of this length costs on average; the head runs on the last row only."""
-    roles = layer_roles(config)
-    encoder = tuple(r for r in roles if not r.is_decoder)
-    decoder, boundary = roles[len(encoder) :], len(encoder)
-    keys = _keys(config, encoder, 1, prompt_len)
-    scan = _scan_flops(config, keys.dense + keys.candidates)
-    attention = _attention_flops(config, keys.window + keys.selected)
-    encoder_flops = 2 * active_parameters(config, range(boundary)) * prompt_len + scan + attention
-    decoder_linear = 2 * active_parameters(config, range(boundary, config.num_hidden_layers))
-    head = 2 * config.vocab_size * config.hidden_size
-
-    def decoder_flops(rows: int) -> int:
-        """The decoder on the last `rows` rows."""
-        keys = _keys(config, decoder, prompt_len - rows + 1, prompt_len)
-        attention = _attention_flops(config, keys.window + keys.selected)
-        return decoder_linear * rows + attention + _scan_flops(config, keys.dense + keys.candidates)
-
-    tail = min(config.sliding_window, prompt_len)
-    skipped = 2 * _boundary_parameters(config) * (prompt_len - tail)
-    return PrefillCost(
-        prompt_len=prompt_len,
-        bounded=(encoder_flops + skipped + decoder_flops(tail) + head) / prompt_len,
-        full=(encoder_flops + decoder_flops(prompt_len) + head) / prompt_len,
-        encoder_scan=scan / prompt_len,
-        encoder_attention=attention / prompt_len,
-    )
-
-
-def weight_reads(config: ModelConfig, batch: int) -> WeightReads:
-    """Weight bytes of a decode step whose `batch` tokens choose their experts independently and evenly."""
-    num_experts = config.n_routed_experts
-    distinct = num_experts * (1 - (1 - config.num_experts_per_tok / num_experts) ** batch)
-    backbone = engram = 0.0
-    for spec in schema(config):
-        if spec.path == "embed" or "engram_row" in spec.axes:  # a few rows for each token
-            rows = 1 if spec.path == "embed" else config.engram_columns
-            read = spec.num_bytes / spec.shape[0] * rows * batch
-        else:
-            read = spec.num_bytes * (distinct / num_experts if "expert" in spec.axes else 1)
-        if spec.path.startswith("engram."):
-            engram += 0 if spec.path in DERIVED_LEAVES else read
-        else:
-            backbone += read
-    return WeightReads(
-        batch=batch, experts_per_layer=distinct, backbone_bytes=round(backbone), engram_bytes=round(engram)
-    )
-
-
 def to_json(description: Description) -> str:
     """The figures as one JSON object."""
     return json.dumps(dataclasses.asdict(description), indent=1)
+
+
+def to_text(description: Description) -> str:
+    """The figures as tables; bytes in powers of ten."""
+    d = description
+    parts = [
+        f"parameters: {_billions(d.backbone_parameters)} in the backbone, {_billions(d.total_parameters)} in all",
+        _groups_table(d),
+        "bytes on disk by dtype:\n" + _table([(k, f"{v:,}") for k, v in d.disk_bytes_by_dtype.items()]),
+        _cache_text(d),
+        _decode_table(d),
+        _prefill_table(d),
+        _reads_table(d),
+    ]
+    if d.effective_config:
+        shown = {None: "unset", "": "(empty)"}
+        rows = [(s.name, shown[s.value] if s.value in shown else str(s.value), s.source) for s in d.effective_config]
+        parts.append("effective configuration:\n" + _table(rows, is_numeric=False))
+    return "\n\n".join(parts) + "\n"
+
+
+def _groups_table(d: Description) -> str:
+    per_device = f"of {d.mesh[0] * d.mesh[1]} devices, each" if d.mesh else ""
+    rows = [("group", "tensors", "parameters", "bytes on disk", "bytes on device", per_device)]
+    for g in d.groups:
+        each = f"{g.bytes_per_device:,}" if d.mesh else ""
+        rows.append(
+            (g.name, f"{g.num_tensors:,}", f"{g.num_parameters:,}", f"{g.disk_bytes:,}", f"{g.device_bytes:,}", each)
+        )
+    each = f"{d.bytes_per_device:,}" if d.mesh else ""
+    num_tensors = sum(g.num_tensors for g in d.groups)
+    rows.append(
+        ("total", f"{num_tensors:,}", f"{d.total_parameters:,}", f"{d.disk_bytes:,}", f"{d.device_bytes:,}", each)
+    )
+    return _table(rows)
+
+
+def _cache_text(d: Description) -> str:
+    c = d.cache
+    rows = [
+        ("main KV and index K, each token", f"{c.bytes_per_token:,g}"),
+        ("rings, tails and history, each request", f"{c.bytes_per_request:,}"),
+        (f"  window rings of {c.ring_len} rows", f"{c.ring_bytes:,}"),
+        ("  of these the window itself", f"{c.window_bytes:,}"),
+        ("  compressor tails", f"{c.tail_bytes:,}"),
+        ("  token history", f"{c.history_bytes:,}"),
+        ("one row of window KV", f"{c.window_row_bytes}"),
+        ("one row of main KV", f"{c.main_kv_row_bytes}"),
+        ("one row of index K", f"{c.index_k_row_bytes}"),
+    ]
+    return f"cache bytes ({d.numerics}):\n" + _table(rows)
+
+
+def _decode_table(d: Description) -> str:
+    labels = ("linear", "attention", "dense_scan", "candidate_scan", "total")
+    rows = [("context", *(f"{cost.context:,}" for cost in d.decode))]
+    rows += [(label.replace("_", " "), *(_giga(getattr(cost, label)) for cost in d.decode)) for label in labels]
+    sizes = ("kv_bytes_read", "index_bytes_read", "bytes_written", "bytes_held")
+    rows += [(label.replace("_", " "), *(f"{getattr(cost, label):,.0f}" for cost in d.decode)) for label in sizes]
+    return "decode, GFLOP and cache bytes for one token:\n" + _table(rows)
+
+
+def _prefill_table(d: Description) -> str:
+    labels = ("bounded", "full", "encoder_scan", "encoder_attention")
+    rows = [("prompt", *(f"{cost.prompt_len:,}" for cost in d.prefill))]
+    rows += [(label.replace("_", " "), *(_giga(getattr(cost, label)) for cost in d.prefill)) for label in labels]
+    return "prefill, GFLOP for each prompt token:\n" + _table(rows)
+
+
+def _reads_table(d: Description) -> str:
+    rows = [("batch", "experts of a layer", "backbone bytes", "Engram bytes")]
+    rows += [
+        (str(r.batch), f"{r.experts_per_layer:.1f}", f"{r.backbone_bytes:,}", f"{r.engram_bytes:,}")
+        for r in d.weight_reads
+    ]
+    return "weights read by a decode step (experts chosen evenly):\n" + _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]], *, is_numeric: bool = True) -> str:
+    """Columns as wide as their longest cell; in numeric tables all but the first are right-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            t.rjust(w) if is_numeric and i else t.ljust(w) for i, (t, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, rows))
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.2f} B ({count:,})"
+
+
+def _giga(flops: float) -> str:
+    return f"{flops / 1e9:.3f}"
+
+
+def add_describe_parser(subparsers: Any) -> None:
+    """Adds `describe` to the subparsers of an `argparse` parser."""
+    parser = subparsers.add_parser("describe", help="parameters, bytes and arithmetic of a model; loads no weights")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="checkpoint directory, config.json or Hugging Face id; left out, the model that generate would use",
+    )
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
+    parser.add_argument("--mesh", type=parse_mesh, metavar="DPxCP", help="also the bytes of one device of this mesh")
+    parser.set_defaults(run=run_describe)
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """(dp, cp) from a text such as "8x1"."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; give DPxCP with both at least 1, such as 8x1")
+    return int(match[1]), int(match[2])
+
+
+def run_describe(args: argparse.Namespace) -> int:
+    """Writes the figures of `args.model` to standard output. Raises ValueError for what cannot be described."""
+    engine = resolve(EngineArgs(model=args.model))
+    if engine.model is None:
+        location = locate_configured(engine)
+    else:
+        location = locate_model(engine.model, revision=engine.revision, needs_weights=False)
+    config = load_config(location)
+    runtime = make_runtime(engine, config, target="cpu" if engine.device == "auto" else engine.device)
+    figures = describe(config, runtime=runtime, mesh=args.mesh, engine=engine)
+    sys.stdout.write(to_json(figures) + "\n" if args.json else to_text(figures))
+    return 0

@@ -11,6 +11,7 @@ from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams, refuse_unsup
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 type TokenIds = Sequence[SupportsIndex] | np.ndarray
+type TokenLists = Sequence[TokenIds] | np.ndarray | None
 type Prompts = str | Sequence[str | TokenIds] | None
 type ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
 
@@ -25,7 +26,7 @@ class Task:
 
 def read_tasks(
     prompts: Prompts,
-    prompt_token_ids: Sequence[TokenIds] | None,
+    prompt_token_ids: TokenLists,
     sampling_params: ParamsArgument,
     multi_modal_data: Any,
     *,
@@ -51,7 +52,7 @@ def read_tasks(
     return tasks
 
 
-def _given_prompts(prompts: Prompts, prompt_token_ids: Sequence[TokenIds] | None) -> Sequence[str | TokenIds]:
+def _given_prompts(prompts: Prompts, prompt_token_ids: TokenLists) -> Sequence[str | TokenIds]:
     if prompts is None and prompt_token_ids is None:
         raise ValueError("generate got neither prompts nor prompt_token_ids; give one of them")
     texts = _as_list("prompts", prompts)

@@ -95,7 +95,7 @@ class LLM:
         self,
         prompts: intake.Prompts = None,
         sampling_params: intake.ParamsArgument = None,
-        prompt_token_ids: Sequence[intake.TokenIds] | None = None,
+        prompt_token_ids: intake.TokenLists = None,
         use_tqdm: bool = True,
         multi_modal_data: Any = None,
     ) -> list[str] | list[list[RequestOutput]]:

@@ -95,6 +95,7 @@ def keep_compiled_programs(directory: str | None) -> None:
 
 def locate_configured(config: EngineConfig) -> Path:
     """The directory or config file of the configured model, the embedded one when none is named."""
+    _check_revision("revision", config.revision, config.model)
     if config.model is None:
         return embedded_model()
     return locate_model(config.model, revision=config.revision, needs_weights=config.load_format != "dummy")
@@ -102,14 +103,21 @@ def locate_configured(config: EngineConfig) -> Path:
 
 def find_tokenizer(config: EngineConfig, location: Path, model: ModelConfig) -> Tokenizer | None:
     """The named tokenizer, else the model's own; None for a shape without one (random weights)."""
-    if config.tokenizer is not None and config.tokenizer != config.model:
-        revision = config.tokenizer_revision or config.revision
+    revision = config.tokenizer_revision
+    _check_revision("tokenizer_revision", revision, config.tokenizer)
+    if config.tokenizer is not None and (revision is not None or config.tokenizer != config.model):
         named = locate_model(config.tokenizer, revision=revision, needs_weights=False)
         return load_tokenizer(named, config=model)
     is_shape_only = location.is_file() or config.load_format == "dummy"
     if is_shape_only and (location.is_file() or not (location / TOKENIZER_NAME).exists()):
         return None
     return load_tokenizer(location, config=model)
+
+
+def _check_revision(field: str, revision: str | None, path_or_id: str | None) -> None:
+    if revision is not None and (path_or_id is None or Path(path_or_id).expanduser().exists()):
+        what = "the embedded model" if path_or_id is None else f"{path_or_id}, a local path,"
+        raise ValueError(f"{field}={revision!r} is of no use: {what} has no revisions; leave {field} out")
 
 
 def context_limit(config: EngineConfig, model: ModelConfig) -> int:

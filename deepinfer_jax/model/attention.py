@@ -96,7 +96,7 @@ def _attend_variant(
     num_blocks = -(-num_keys // KEY_BLOCK)
 
     def tile_of_rows(
-        q: Array, slots: Array, positions: Array, first_row: Array, first_position: Array, entries: Array
+        q: Array, slots: Array, positions: Array, first_row: Array, first_position: Array, floor: Array, entries: Array
     ) -> Float[Array, "B H K"]:
         oldest = jnp.maximum(positions - (window_size - 1), 0)
         pages = paged.pages_of(rows.page_table, slots)
@@ -104,6 +104,7 @@ def _attend_variant(
         def window_block(places: Int[Array, "B M"]) -> tuple[Array, Bool[Array, "B M"]]:
             position = oldest[:, None] + places
             exists = (position <= positions[:, None]) & (places < window_size) & (slots >= 0)[:, None]
+            exists = exists & (position >= floor[:, None])
             is_new = position >= first_position[:, None]
             here = jnp.where(exists & is_new, first_row[:, None] + position - first_position[:, None], -1)
             slot = jnp.where(exists, slots[:, None], -1)
@@ -142,6 +143,8 @@ def _attend_variant(
         ]
         return attend_blocks(q, [s for s in segments if s[1]], sink, has_fixed_trips=config.has_fixed_trips)
 
+    # Rows in front of the tail see their own window, whatever it is: nobody reads what they make of it.
+    floor = jnp.where(rows.positions >= rows.tail_start, rows.tail_start, 0) * layer.decoder_kind
     return map_rows(
         tile_of_rows,
         q,
@@ -149,6 +152,7 @@ def _attend_variant(
         rows.positions,
         rows.first_row,
         rows.first_position,
+        floor,
         entries,
         tile=config.row_tile,
         has_fixed_trips=config.has_fixed_trips,

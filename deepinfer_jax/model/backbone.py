@@ -1,13 +1,16 @@
 """The text network: one forward for prefill chunks, decode rows and verify rows (spec: backbone 2, 3.3, 8)."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
+from deepinfer_jax.config.roles import replay_boundary
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model import engram as memory
+from deepinfer_jax.model import replay
 from deepinfer_jax.model.batch import StepBatch, derive_rows, pad_rows
 from deepinfer_jax.model.layer import Carry, Step, apply_layer
 from deepinfer_jax.model.params import Params
@@ -16,7 +19,7 @@ from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
 from deepinfer_jax.model.variants import Layer, all_layers, stacked_layers
 from deepinfer_jax.ops import hyper
-from deepinfer_jax.ops.invariant import map_rows, ordered_sum, round_to, row_product
+from deepinfer_jax.ops.invariant import map_rows, row_product
 from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.pytree import pytree_dataclass
 
@@ -55,31 +58,45 @@ def forward(
     context, exists, state = memory.token_context(params.engram.token_map, state, padded.tokens, rows, config=config)
     step = Step(rows=rows, context=context, exists=exists)
     carry = Carry(streams=streams, pre=pre, selection=empty_selection(rows, config=config), state=state)
-    run = _loop_layers if config.loops_layers and not stages.is_active else _unroll_layers
-    carry = run(params, step, carry, config=config, stages=stages)
-    logits = _head(params, carry, batch, config=config, stages=stages)
+    if stages.wants("main_hidden"):
+        blank = jnp.zeros(
+            (streams.shape[0], len(config.model.dspark_target_layer_ids), streams.shape[2]), streams.dtype
+        )
+        carry = dataclasses.replace(carry, features=blank)
+    layers, logit_rows = all_layers(config.model), batch.logit_rows
+    if padded.tail_rows is not None:
+        if forced:
+            raise ValueError("forced_selection needs every row in every layer; leave tail_rows out of the batch")
+        boundary = replay_boundary(config.model)
+        carry = _run_layers(params, step, carry, layers[:boundary], config=config, stages=stages)
+        step, carry, logit_rows = replay.cut_to_tail(
+            params, step, carry, padded.tail_rows, logit_rows, layers[boundary], config=config, stages=stages
+        )
+        layers = (replay.without_source(layers[boundary]), *layers[boundary + 1 :])
+    carry = _run_layers(params, step, carry, layers, config=config, stages=stages)
+    if carry.features is not None:
+        stages.note("main_hidden", carry.features.reshape(carry.features.shape[0], -1))
+    logits = _head(params, carry, logit_rows, config=config, stages=stages)
     captured = {name: value[:num_rows] for name, value in stages.finish().items()}
     return StepOutput(logits=logits, stages=captured), carry.state
 
 
-def _loop_layers(params: Params, step: Step, carry: Carry, *, config: RuntimeConfig, stages: Stages) -> Carry:
-    """All layers by one compiled body: a layer's variants are chosen on the device."""
+def _run_layers(
+    params: Params, step: Step, carry: Carry, layers: Sequence[Layer], *, config: RuntimeConfig, stages: Stages
+) -> Carry:
+    """Layers one after the other.
 
-    def body(carry: Carry, layer: Layer) -> tuple[Carry, None]:
-        return apply_layer(params, step, carry, layer, config=config, stages=stages), None
+    Where nothing is captured or forced they may share one compiled body, in which a layer's variants are chosen on
+    the device; unrolled, every stage has a name. Both give the same bits.
+    """
+    if config.loops_layers and not stages.is_active:
 
-    return lax.scan(body, carry, stacked_layers(config.model))[0]
+        def body(carry: Carry, layer: Layer) -> tuple[Carry, None]:
+            return apply_layer(params, step, carry, layer, config=config, stages=stages), None
 
-
-def _unroll_layers(params: Params, step: Step, carry: Carry, *, config: RuntimeConfig, stages: Stages) -> Carry:
-    """All layers one after the other: every stage has a name and can be captured or forced."""
-    targets: list[Array] = []
-    for layer in all_layers(config.model):
-        if layer.layer in config.model.dspark_target_layer_ids:
-            targets.append(_stream_mean(carry.streams))
+        return lax.scan(body, carry, stacked_layers(layers))[0]
+    for layer in layers:
         carry = apply_layer(params, step, carry, layer, config=config, stages=stages)
-    if targets:
-        stages.note("main_hidden", jnp.concatenate(targets, axis=-1))
     return carry
 
 
@@ -95,14 +112,8 @@ def _embed(
     return streams, pre
 
 
-def _stream_mean(streams: Float[Array, "T C D"]) -> Float[Array, "T D"]:
-    """Mean over the streams in float32, rounded to their dtype: the drafter's context feature."""
-    terms = [streams[:, k].astype(jnp.float32) for k in range(streams.shape[1])]
-    return round_to(ordered_sum(terms) * jnp.float32(1.0 / len(terms)), streams.dtype)
-
-
 def _head(
-    params: Params, carry: Carry, batch: StepBatch, *, config: RuntimeConfig, stages: Stages
+    params: Params, carry: Carry, logit_rows: Int[Array, " N"], *, config: RuntimeConfig, stages: Stages
 ) -> Float32[Array, "N V"]:
     """Float32 logits of the wanted rows, from the last sublayer's pre-mix (spec: backbone 8)."""
 
@@ -111,7 +122,7 @@ def _head(
         return stages.note("final_hidden", hidden)
 
     hidden = stages.map_rows(norm, carry.streams, carry.pre, config=config)
-    wanted = hidden.at[batch.logit_rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    wanted = hidden.at[logit_rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     head = params.head.astype(wanted.dtype)
     return map_rows(
         lambda rows: row_product(rows, head),

@@ -20,6 +20,8 @@ class StepBatch:
     slots: Int[Array, " T"]  # the request's state row; -1 for a padding row
     page_table: Int[Array, "S M"]  # page of each request's tokens m * page_tokens and following
     logit_rows: Int[Array, " N"]  # rows of this batch whose logits are wanted; -1 for a padding row
+    tail_starts: Int[Array, " S"] | None = None  # bounded replay: first position that decoder layers may look at
+    tail_rows: Int[Array, " U"] | None = None  # compact replay: rows that run the decoder layers, rising, then -1
 
 
 @pytree_dataclass
@@ -32,6 +34,7 @@ class Rows:
     first_row: Int[Array, " T"]  # index of the first row of the same request in this step
     first_position: Int[Array, " T"]  # its position
     num_after: Int[Array, " T"]  # rows of the same request that follow in this step
+    tail_start: Int[Array, " T"]  # first position whose window row the decoder layers may look at
     page_table: Int[Array, "S M"]
 
 
@@ -81,18 +84,32 @@ def pad_rows(batch: StepBatch, *, multiple: int) -> StepBatch:
         slots=pad(batch.slots, -1),
         page_table=batch.page_table,
         logit_rows=batch.logit_rows,
+        tail_starts=batch.tail_starts,
+        tail_rows=batch.tail_rows,
     )
 
 
 def derive_rows(batch: StepBatch) -> Rows:
     """The row facts of a batch."""
-    first_row = paged.first_rows(batch.slots)
+    if batch.tail_starts is None:
+        tail_start = jnp.zeros_like(batch.positions)
+    else:
+        tail_start = batch.tail_starts[jnp.maximum(batch.slots, 0)]
+    return rows_at(batch.positions, batch.slots, tail_start, batch.page_table)
+
+
+def rows_at(
+    positions: Int[Array, " T"], slots: Int[Array, " T"], tail_start: Int[Array, " T"], page_table: Int[Array, "S M"]
+) -> Rows:
+    """The row facts of rows at positions of slots."""
+    first_row = paged.first_rows(slots)
     return Rows(
-        positions=batch.positions,
-        slots=batch.slots,
-        is_live=batch.slots >= 0,
+        positions=positions,
+        slots=slots,
+        is_live=slots >= 0,
         first_row=first_row,
-        first_position=batch.positions[first_row],
-        num_after=paged.rows_after(batch.slots),
-        page_table=batch.page_table,
+        first_position=positions[first_row],
+        num_after=paged.rows_after(slots),
+        tail_start=tail_start,
+        page_table=page_table,
     )

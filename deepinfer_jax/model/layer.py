@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -17,6 +18,7 @@ from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
 from deepinfer_jax.model.variants import Layer, RopeTables, layer_weights, rope_tables
 from deepinfer_jax.ops import hyper, paged
+from deepinfer_jax.ops.invariant import ordered_sum, round_to
 from deepinfer_jax.ops.moe import combine
 from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.pytree import pytree_dataclass
@@ -30,6 +32,7 @@ class Carry:
     pre: Float32[Array, "T C"]  # weights by which the next sublayer collapses the streams
     selection: Selection
     state: State
+    features: Float[Array, "T F D"] | None = None  # stream means at the drafter's target layers, where wanted
 
 
 @pytree_dataclass
@@ -63,6 +66,9 @@ def apply_layer(
     streams = engram(
         params.engram, carry.streams, step.context, step.exists, rows.is_live, layer, config=config, stages=stages
     )
+    features = carry.features
+    if features is not None:
+        features = features.at[:, layer.target_ordinal].set(_stream_mean(streams), mode="drop")
     attention_params = layer_weights(params.attention, layer.layer, dtype=streams.dtype)
     entered = _enter(params, attention_params, streams, carry.pre, rows, layer, config=config, stages=stages)
     new = entered.projected
@@ -88,7 +94,7 @@ def apply_layer(
     window = paged.put_rows(window, new.new_kv, layer.layer, slots, places)
     state = dataclasses.replace(state, window=window)
     streams, pre = _finish(params, attention_params, out, entered, rows, layer, config=config, stages=stages)
-    return Carry(streams=streams, pre=pre, selection=selection, state=state)
+    return Carry(streams=streams, pre=pre, selection=selection, state=state, features=features)
 
 
 def _enter(
@@ -155,6 +161,12 @@ def _finish(
     streams, mix, routed = stages.map_rows(before_experts, attended, entered, config=config)
     outputs = run_experts(params.moe.experts, routed, rows.is_live, layer=index, config=config)
     return stages.map_rows(after_experts, outputs, routed.shared_out, streams, mix, config=config)
+
+
+def _stream_mean(streams: Float[Array, "T C D"]) -> Float[Array, "T D"]:
+    """Mean over the streams in float32, rounded to their dtype: the drafter's context feature (spec: dspark 3)."""
+    terms = [streams[:, k].astype(jnp.float32) for k in range(streams.shape[1])]
+    return round_to(ordered_sum(terms) * jnp.float32(1.0 / len(terms)), streams.dtype)
 
 
 def _mix(

@@ -36,6 +36,8 @@ class Layer:
     source_kind: Index  # 0 no compressor, 1 ratio 2, 2 ratio 1
     selection_kind: Index  # 0 keeps the selection, i runs `selection_kinds(config)[i - 1]`
     engram_kind: Index  # 0 none, i uses table i - 1
+    target_ordinal: Index  # place among the drafter's target layers, their number where it is none of them
+    decoder_kind: Index  # 0 encoder layer, 1 decoder layer: bounded replay cuts its window at the tail's start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ def _selection_kind(role: LayerRole) -> SelectionKind:
 @functools.cache
 def all_layers(config: ModelConfig) -> tuple[Layer, ...]:
     """Every layer with Python ints."""
-    kinds = selection_kinds(config)
+    kinds, targets = selection_kinds(config), config.dspark_target_layer_ids
     return tuple(
         Layer(
             layer=role.layer,
@@ -77,14 +79,16 @@ def all_layers(config: ModelConfig) -> tuple[Layer, ...]:
             source_kind=RATIO_OF_KIND.index(role.ratio) if role.owns_kv else 0,
             selection_kind=kinds.index(_selection_kind(role)) + 1 if role.index_ordinal >= 0 else 0,
             engram_kind=role.engram_ordinal + 1,
+            target_ordinal=targets.index(role.layer) if role.layer in targets else len(targets),
+            decoder_kind=int(role.is_decoder),
         )
         for role in layer_roles(config)
     )
 
 
-def stacked_layers(config: ModelConfig) -> Layer:
-    """Every layer as arrays with a leading layer axis: what the layer loop scans over."""
-    return jax.tree.map(lambda *numbers: jnp.asarray(numbers, jnp.int32), *all_layers(config))
+def stacked_layers(layers: Sequence[Layer]) -> Layer:
+    """Layers as arrays with a leading layer axis: what the layer loop scans over."""
+    return jax.tree.map(lambda *numbers: jnp.asarray(numbers, jnp.int32), *layers)
 
 
 def pick(kind: Index, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:

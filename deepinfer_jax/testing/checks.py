@@ -9,6 +9,8 @@ from deepinfer_jax.testing import tolerances as tol
 
 Stages = Mapping[str, np.ndarray]
 
+_CHOSEN_FROM = {"greedy_tokens": "logits", "router_ids": "ffn_in"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
@@ -40,7 +42,7 @@ class Comparison:
     has_tied_steps: bool = False  # a tie may be followed by other values, since no ids were recorded to force
 
 
-def check_all(comparison: Comparison, *, is_fed: bool, candidate_block: int) -> list[Check]:
+def check_all(comparison: Comparison, *, feeding: tol.Feeding, candidate_block: int) -> list[Check]:
     """Every recorded stage of one sequence."""
     checks, tied = [], False
     for name in comparison.want:
@@ -48,28 +50,27 @@ def check_all(comparison: Comparison, *, is_fed: bool, candidate_block: int) -> 
         if leaf == "step_margin":
             tied |= comparison.has_tied_steps and float(comparison.want[name][0]) <= tol.STEP_MARGIN_ROUNDING
             continue
-        checks.append(check_stage(comparison, name, is_fed=is_fed, candidate_block=candidate_block, is_after_tie=tied))
+        checks.append(check_stage(comparison, name, feeding=feeding, candidate_block=candidate_block, is_after_tie=tied))
     return checks
 
 
-def check_stage(comparison: Comparison, name: str, *, is_fed: bool, candidate_block: int, is_after_tie: bool) -> Check:
+def check_stage(comparison: Comparison, name: str, *, feeding: tol.Feeding, candidate_block: int, is_after_tie: bool) -> Check:
     """One recorded stage of one sequence."""
     recorded = comparison.want[name]
-    rule = tol.rule_of(name, recorded, is_fed=is_fed)
-    got, want = tol.aligned(name, comparison.got[name], recorded)
+    rule = tol.rule_of(name, recorded, feeding=feeding)
+    got, want = tol.aligned(name, comparison.got[name], recorded, candidate_block=candidate_block)
     errors = tol.row_errors(rule, got, want, _scale_of(comparison.got, name))
     is_bad = errors > rule.tolerance
     forced = np.zeros_like(is_bad)
     if tol.leaf_of(name) in tol.SELECTION_LEAVES:
         rows = [
-            bool(bad) and _is_explained(comparison, name, row, is_fed=is_fed, candidate_block=candidate_block)
+            bool(bad) and _is_explained(comparison, name, row, feeding=feeding, candidate_block=candidate_block)
             for row, bad in enumerate(is_bad)
         ]
         forced = np.asarray(rows, np.bool_)
         excused = np.zeros_like(is_bad)
     else:
-        moved = comparison.moved.get(name, np.zeros(len(errors)))
-        excused = is_bad & ((moved > rule.tolerance) | is_after_tie) & np.isfinite(errors)
+        excused = is_bad & (_is_moved(comparison, name, rule) | is_after_tie) & np.isfinite(errors)
     held = is_bad & ~forced & ~excused
     return Check(
         name=name,
@@ -86,16 +87,14 @@ def check_stage(comparison: Comparison, name: str, *, is_fed: bool, candidate_bl
     )
 
 
-def movements(base: Stages, trials: Sequence[Stages], want: Stages) -> dict[str, np.ndarray]:
-    """How far noise moved each row of every recorded stage: the largest error of a trial against the unmoved run."""
+def movements(base: Stages, trials: Sequence[Stages]) -> dict[str, np.ndarray]:
+    """How far noise moved each row of every stage: the largest error of a trial against the unmoved run."""
     moved: dict[str, np.ndarray] = {}
     for name in base:
-        if name not in want and tol.leaf_of(name) != "index_score":
-            continue
-        rule = tol.rule_of(name, want.get(name, base[name]), is_fed=False)
-        still = tol.aligned(name, base[name], base[name])[0]
+        rule = tol.rule_of(name, base[name], feeding="none")
         scale = _scale_of(base, name)
-        errors = [tol.row_errors(rule, tol.aligned(name, t[name], base[name])[0], still, scale) for t in trials]
+        still = tol.by_rows(base[name])
+        errors = [tol.row_errors(rule, tol.by_rows(trial[name]), still, scale) for trial in trials]
         moved[name] = np.max(errors, axis=0) if errors else np.zeros(len(still))
     return moved
 
@@ -120,6 +119,18 @@ def bad_share(checks: Sequence[Check]) -> float:
     return sum(check.rows_bad for check in checks) / max(rows, 1)
 
 
+def _is_moved(comparison: Comparison, name: str, rule: tol.Rule) -> np.ndarray:
+    """Rows that noise on the inputs moved beyond the tolerance: the stage itself, or what its ids are chosen from."""
+    moved = comparison.moved.get(name)
+    if moved is None:
+        return np.zeros(len(comparison.want[name]), np.bool_)
+    result = moved > rule.tolerance
+    chosen_from = _CHOSEN_FROM.get(tol.leaf_of(name))
+    if chosen_from and (basis := comparison.moved.get(_sibling(name, chosen_from))) is not None:
+        result |= basis > tol.rule_of(_sibling(name, chosen_from), basis, feeding="none").tolerance
+    return result
+
+
 def _sibling(name: str, leaf: str) -> str:
     """The name of another stage of the same layer and step."""
     head = name.rsplit(".", 1)[0]
@@ -132,7 +143,7 @@ def _scale_of(got: Stages, name: str) -> np.ndarray | None:
     return tol.score_scale(got[_sibling(name, "index_score")])
 
 
-def _is_explained(comparison: Comparison, name: str, row: int, *, is_fed: bool, candidate_block: int) -> bool:
+def _is_explained(comparison: Comparison, name: str, row: int, *, feeding: tol.Feeding, candidate_block: int) -> bool:
     """Whether a row that selects other entries than recorded stands at a tie or on a boundary.
 
     A tie: the recorded margin and the computed scores of the exchanged entries say so. A boundary: float32 noise on
@@ -145,7 +156,7 @@ def _is_explained(comparison: Comparison, name: str, row: int, *, is_fed: bool, 
         scores = _block_best(scores, candidate_block)
     got = tol.selection_mask(name, comparison.got[name][row], len(scores))
     want = tol.selection_mask(name, comparison.want[name][row], len(scores))
-    fraction = tol.TIE_FRACTION_BF16 if is_fed else tol.TIE_FRACTION
+    fraction = tol.TIE_FRACTION_BF16 if feeding != "none" else tol.TIE_FRACTION
     if tol.is_tie(got, want, scores, margin=margin, slack=slack, fraction=fraction):
         return True
     moved = comparison.moved.get(_sibling(name, "index_score"))

@@ -91,15 +91,14 @@ def run(
     *,
     forced: Sequence[Rows] = (),
     capture: tuple[str, ...] = ALL_STAGES,
-    is_decode: bool = False,
+    num_rows: int | None = None,
 ) -> Ran:
-    """One forward over the chunks, every row's logits wanted.
+    """One forward over the chunks, every row's logits wanted, padded to `num_rows` (a prefill's, where not given).
 
-    forced: for each chunk, stage name -> its rows (or entries); all chunks' names are forced, with zeros for the
-    rows of a chunk that does not give a value.
+    forced: for each chunk, stage name -> its rows (or entries), or no rows at all. All chunks' names are forced, with
+    zeros for the rows of a chunk that gives no value.
     """
-    used = sum(len(chunk.tokens) for chunk in chunks)
-    num_rows = _round_up(used, DECODE_MULTIPLE) if is_decode else runner.num_rows
+    num_rows = num_rows or runner.num_rows
     batch = _make_batch(runner, chunks, num_rows)
     output, state = runner.step(
         runner.params, state, batch, capture=capture, forced_selection=_pack(runner, chunks, forced, num_rows)
@@ -114,11 +113,10 @@ def run(
     return Ran(stages=stages, state=state)
 
 
-def window_rows(runner: Runner, state: State, layer: int, slot: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Live window KV of a request of `length` tokens, oldest first, and each row's place in a ring of the window."""
+def window_rows(runner: Runner, state: State, layer: int, slot: int, length: int) -> np.ndarray:
+    """Live window KV of a request of `length` tokens, oldest first."""
     positions = np.arange(max(0, length - runner.config.model.sliding_window), length)
-    rows = _take(state.window, (layer, slot, positions % runner.config.ring_len), runner)
-    return rows, positions % runner.config.model.sliding_window
+    return _take(state.window, (layer, slot, positions % runner.config.ring_len), runner)
 
 
 def cache_entries(runner: Runner, state: State, name: str, layer: int, slot: int, length: int) -> np.ndarray:
@@ -150,7 +148,7 @@ def _role(runner: Runner, layer: int) -> LayerRole:
 
 def _take(cache: ScaledArray, index: tuple[Any, ...], runner: Runner) -> np.ndarray:
     scale = None if cache.scale is None else cache.scale[index]
-    rows = ScaledArray(payload=cache.payload[index], scale=scale, block=cache.block)
+    rows = dataclasses.replace(cache, payload=cache.payload[index], scale=scale)
     return np.asarray(dequantize(rows, jnp.dtype(runner.config.activation_dtype)))
 
 
@@ -183,7 +181,8 @@ def _pack(runner: Runner, chunks: Sequence[Chunk], forced: Sequence[Rows], num_r
             value = _widen(runner, name, value)
             if name not in packed:
                 packed[name] = np.zeros((num_rows, *value.shape[1:]), value.dtype)
-            packed[name][first + _closing_rows(runner, name, chunk)] = value
+            if len(value):
+                packed[name][first + _closing_rows(runner, name, chunk)] = value
         first += len(chunk.tokens)
     return {name: jnp.asarray(value) for name, value in packed.items()}
 
@@ -212,6 +211,11 @@ def _closing_rows(runner: Runner, name: str, chunk: Chunk) -> np.ndarray:
 
 def _entries_of(runner: Runner, name: str, rows: np.ndarray, chunk: Chunk) -> np.ndarray:
     return rows[_closing_rows(runner, name, chunk)]
+
+
+def decode_rows(num_sequences: int) -> int:
+    """Rows of a decode step of so many sequences, padding included."""
+    return _round_up(num_sequences, DECODE_MULTIPLE)
 
 
 def _round_up(value: int, multiple: int) -> int:

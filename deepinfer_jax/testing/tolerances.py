@@ -7,6 +7,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
+type Feeding = Literal["none", "layer", "sublayer"]  # whose recorded inputs were put in place of computed ones
 type Measure = Literal["equal", "relative", "absolute", "ulp", "margin"]
 
 # Float32 modes: a float32 sum in another order moves a stage by 1e-7 to 1e-6 of a row's norm; a wrong formula by 1e-3
@@ -41,10 +42,14 @@ SELECTION_LEAVES = frozenset({"topk_idxs", "candidate_mask"})
 MARGIN_LEAVES = frozenset({"topk_margin", "candidate_margin"})
 LOGIT_LEAVES = frozenset({"logits", "prefill_logits", "full_prefill_logits"})
 CODE_LEAVES = frozenset({"window_kv", "compress_kv", "index_k"})
+STREAM_MEAN_LEAVES = frozenset({"main_hidden"})  # computed from nothing but recorded streams
+SCORE_LEAVES = frozenset({"index_score"})
 # Recorded in the width of their own context, computed in that of the step; the surplus must hold nothing.
 _BLANKS: Mapping[str, float] = {"topk_idxs": -1, "candidate_mask": 0, "index_score": -np.inf}
-# A row smaller than this share of a typical one is measured against that share of it.
+# A row smaller than this share of a typical one is measured against that share of it. Scores are sums over heads with
+# weights of both signs: a row whose few scores cancel keeps the absolute error of its terms.
 _ROW_FLOOR = 1e-3
+_SCORE_FLOOR = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,7 @@ class Rule:
 
     measure: Measure
     tolerance: float
+    row_floor: float = _ROW_FLOOR
 
 
 def leaf_of(name: str) -> str:
@@ -60,27 +66,37 @@ def leaf_of(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def rule_of(name: str, recorded: np.ndarray, *, is_fed: bool) -> Rule:
-    """The rule of a stage; `is_fed` when the recorded inputs of its sublayer were put in its place."""
+def rule_of(name: str, recorded: np.ndarray, *, feeding: Feeding) -> Rule:
+    """The rule of a stage."""
     leaf = leaf_of(name)
+    is_fed = feeding != "none"
     if leaf in EQUAL_LEAVES or (is_fed and leaf in CODE_LEAVES):
         return Rule(measure="equal", tolerance=0.0)
     if leaf in LOGIT_LEAVES:
         return Rule(measure="absolute", tolerance=LOGIT_ABSOLUTE)
     if leaf in MARGIN_LEAVES:
         return Rule(measure="margin", tolerance=TIE_FRACTION_BF16 if is_fed else STAGE_RELATIVE)
+    if feeding == "layer" and leaf not in STREAM_MEAN_LEAVES:
+        return Rule(measure="relative", tolerance=LAYER_RELATIVE)
     if is_fed and recorded.dtype == ml_dtypes.bfloat16:
         return Rule(measure="ulp", tolerance=STAGE_ULPS)
-    return Rule(measure="relative", tolerance=STAGE_RELATIVE)
+    floor = _SCORE_FLOOR if leaf in SCORE_LEAVES else _ROW_FLOOR
+    return Rule(measure="relative", tolerance=STAGE_RELATIVE, row_floor=floor)
 
 
-def aligned(name: str, got: np.ndarray, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both as [rows, values]; a row of `got` with something outside the recorded width is made to differ."""
-    got2, want2 = _by_rows(got), _by_rows(recorded)
+def aligned(
+    name: str, got: np.ndarray, recorded: np.ndarray, *, candidate_block: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both as [rows, values]; a row of `got` with something outside the recorded width is made to differ.
+
+    Only the last candidate block may reach beyond the width, since blocks are kept as a whole.
+    """
+    got2, want2 = by_rows(got), by_rows(recorded)
     width = want2.shape[1]
     blank = _BLANKS.get(leaf_of(name))
     if blank is not None and got2.shape[1] > width:
-        is_spilled = np.any(got2[:, width:] != blank, axis=1)
+        end = -(-width // candidate_block) * candidate_block if leaf_of(name) == "candidate_mask" else width
+        is_spilled = np.any(got2[:, end:] != blank, axis=1)
         got2 = np.where(is_spilled[:, None], np.nan, got2[:, :width])
     if got2.shape != want2.shape:
         raise ValueError(f"{name} is recorded with shape {list(recorded.shape)}; computed is {list(got.shape)}")
@@ -100,7 +116,7 @@ def row_errors(rule: Rule, got: np.ndarray, want: np.ndarray, scale: np.ndarray 
     finite = np.where(np.isfinite(want), want, 0.0)
     norms = np.linalg.norm(finite, axis=1)
     if rule.measure == "relative":
-        floor = _ROW_FLOOR * float(np.sqrt(np.mean(norms**2))) if len(norms) else 0.0
+        floor = rule.row_floor * float(np.sqrt(np.mean(norms**2))) if len(norms) else 0.0
         sizes = np.maximum(norms, max(floor, np.finfo(np.float64).tiny))
         result = np.linalg.norm(errors, axis=1) / sizes
     elif rule.measure == "absolute":
@@ -144,7 +160,8 @@ def selection_mask(name: str, row: np.ndarray, width: int) -> np.ndarray:
     return mask
 
 
-def _by_rows(array: np.ndarray) -> np.ndarray:
+def by_rows(array: np.ndarray) -> np.ndarray:
+    """An array as float64 [rows, values]."""
     flat = array.reshape(array.shape[0], -1) if array.size else np.zeros((array.shape[0], 0))
     return flat.astype(np.float64)
 

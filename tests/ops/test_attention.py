@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.ops.attention import KEY_BLOCK, attend_blocks
+from deepinfer_jax.ops.invariant import map_rows
 from deepinfer_jax.testing import compare
 
 # Float32 scores, exponentials and sums in another order.
-F32_REL_L2 = 3e-7
+F32_REL_L2 = 5e-7
 # The recording is rounded to bf16: 2^-9 relative at worst, about 1.7e-3 in norm for even mantissas.
 BF16_OUTPUT_REL_L2 = 2e-3
 # Fixtures README: an exponential one ulp off turns over 34 of 65,536 bf16 values.
@@ -31,7 +32,7 @@ def attend_list(q: jax.Array, kv: jax.Array, idxs: jax.Array, sink: jax.Array, *
         exists = here >= 0
         return jnp.where(exists[..., None], kv[jnp.maximum(here, 0)], jnp.zeros((), kv.dtype)), exists
 
-    return attend_blocks(q, [(load, num_blocks)], sink, has_fixed_trips=fixed)
+    return attend_blocks(q, [(load, num_blocks)] if num_blocks else [], sink, has_fixed_trips=fixed)
 
 
 def plain_softmax(q: np.ndarray, kv: np.ndarray, idxs: np.ndarray, sink: np.ndarray) -> np.ndarray:
@@ -136,34 +137,31 @@ def test_equal_keys_may_be_listed_twice(run):
 
 def test_segments_continue_one_softmax(exact_jit):
     """Two segments of one and two blocks give the bits of one segment of three."""
-    q, kv, idxs, sink = arrays(3, 300, 3 * KEY_BLOCK)
+    q, kv, idxs, sink = (jnp.asarray(a) for a in arrays(3, 300, 3 * KEY_BLOCK))
 
     def load_from(first: int):
         def load(block: jax.Array) -> tuple[jax.Array, jax.Array]:
             here = jax.lax.dynamic_slice_in_dim(idxs, (first + block) * KEY_BLOCK, KEY_BLOCK, axis=1)
-            return jnp.asarray(kv)[here], here >= 0
+            return kv[here], here >= 0
 
         return load
 
-    idxs = jnp.asarray(idxs)
     whole = exact_jit(lambda q: attend_blocks(q, [(load_from(0), 3)], sink))(q)
     parts = exact_jit(lambda q: attend_blocks(q, [(load_from(0), 1), (load_from(1), 2)], sink))(q)
     compare.assert_bitwise(parts, whole)
 
 
 def test_fixed_trips_give_the_same_values_and_a_gradient(run):
-    q, kv, idxs, sink = arrays(2, 100, 130)[:4] if False else arrays(2, 200, 130)
+    q, kv, idxs, sink = (jnp.asarray(a) for a in arrays(2, 200, 130))
     compare.assert_close(run(q, kv, idxs, sink, fixed=True), run(q, kv, idxs, sink), rel_l2=F32_REL_L2)
-    gradient = jax.jit(jax.grad(lambda q: attend_list(q, kv, jnp.asarray(idxs), jnp.asarray(sink), fixed=True).sum()))(q)
+    gradient = jax.jit(jax.grad(lambda q: attend_list(q, kv, idxs, sink, fixed=True).sum()))(q)
     assert np.all(np.isfinite(gradient)) and np.any(np.asarray(gradient) != 0)
 
 
 def test_bits_of_a_row_do_not_depend_on_its_place(exact_jit):
     """Under fixed tiles of 8 rows, as the model runs it."""
-    from deepinfer_jax.ops.invariant import map_rows
-
-    q, kv, idxs, sink = arrays(40, 300, 140)
-    tiled = exact_jit(lambda q, idxs: map_rows(lambda q, i: attend_list(q, jnp.asarray(kv), i, sink), q, idxs, tile=8))
+    q, kv, idxs, sink = (jnp.asarray(a) for a in arrays(40, 300, 140))
+    tiled = exact_jit(lambda q, idxs: map_rows(lambda q, i: attend_list(q, kv, i, sink), q, idxs, tile=8))
     first = np.asarray(tiled(q[:8], idxs[:8]))
     order = np.random.default_rng(1).permutation(40)
     moved = np.asarray(tiled(q[order], idxs[order]))[np.argsort(order)]

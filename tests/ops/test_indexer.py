@@ -172,7 +172,7 @@ def test_bf16_scores_are_rounded_at_the_three_marked_places(exact_jit):
 
 @pytest.mark.parametrize("width", [0, 128, 384])
 def test_scores_of_missing_and_invisible_entries_are_minus_infinity(exact_jit, width: int):
-    queries, weights, keys = index_inputs(np.float32)
+    queries, weights, keys = (jnp.asarray(a) for a in index_inputs(np.float32))
     rng = np.random.default_rng(1)
     entries = np.sort(rng.integers(-1, 256, (6, width)).astype(np.int32), axis=1)
     visible = np.asarray([0, 1, 100, 256, 255, 3], np.int32)
@@ -191,7 +191,7 @@ def test_scores_of_missing_and_invisible_entries_are_minus_infinity(exact_jit, w
 
 
 def test_score_does_not_depend_on_the_number_of_entries(exact_jit):
-    queries, weights, keys = index_inputs(np.float32)
+    queries, weights, keys = (jnp.asarray(a) for a in index_inputs(np.float32))
 
     def score(width: int) -> np.ndarray:
         def load_keys(wanted: jax.Array) -> jax.Array:

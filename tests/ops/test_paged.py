@@ -90,6 +90,14 @@ def test_rows_come_back_from_where_they_were_put(make):
     compare.assert_bitwise(taken, np.where(is_kept[:, None], values(rows), np.float32(0)))
 
 
+def test_entries_beyond_the_pages_of_a_request_read_zeros():
+    cache = plain_cache(1, 3, 4)
+    entries = jnp.asarray([[0, 5, 8, 11, 12, 10**6, -1]], jnp.int32)
+    page, offset = paged.entry_place(entries, jnp.asarray([[2, -1, 0]], jnp.int32), page_entries=4)
+    made = values(TAKE(cache, 0, page, offset))[0, :, 0]
+    compare.assert_bitwise(made, np.float32([GUARD, 0, GUARD, GUARD, 0, 0, 0]))
+
+
 @pytest.mark.parametrize("make", [packed_cache, plain_cache], ids=["packed", "plain"])
 def test_rows_beyond_the_cache_are_dropped(make):
     before = make(1, 3, 4)

@@ -1,0 +1,95 @@
+"""Bounded replay: prefill rows in front of the tail skip the decoder layers (spec: backbone 2.2).
+
+Off: no tail. Mask: every row runs, the decoder's windows are cut at the tail's start (`StepBatch.tail_starts`).
+Compact: only the tail rows run the decoder layers (`StepBatch.tail_rows`); the last KV source still sees every row.
+Mask and compact give the same bits on tail rows.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.model.batch import rows_at
+from deepinfer_jax.model.layer import Carry, Step
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.selection import empty_selection
+from deepinfer_jax.model.sources import write_sources
+from deepinfer_jax.model.stages import Stages
+from deepinfer_jax.model.variants import Layer
+from deepinfer_jax.ops import hyper
+from deepinfer_jax.ops.norm import rms_norm
+
+
+def cut_to_tail(
+    params: Params,
+    step: Step,
+    carry: Carry,
+    tail_rows: Int[Array, " U"],
+    logit_rows: Int[Array, " N"],
+    boundary: Layer,
+    *,
+    config: RuntimeConfig,
+    stages: Stages,
+) -> tuple[Step, Carry, Int[Array, " N"]]:
+    """The step, carry and logit rows of the tail alone, with main KV and index K of every row written.
+
+    tail_rows may be padded with -1 to any length; logit rows outside the tail become -1 (zero logits).
+    """
+    state = write_sources(
+        params,
+        carry.state,
+        _source_input(params, carry, boundary, config, stages),
+        step.rows,
+        boundary,
+        config=config,
+        stages=Stages((), {}),
+    )
+    missing = -tail_rows.shape[0] % config.row_tile
+    tail_rows = jnp.pad(tail_rows, (0, missing), constant_values=-1)
+    is_row = tail_rows >= 0
+    at = jnp.maximum(tail_rows, 0)
+    rows = rows_at(
+        jnp.where(is_row, step.rows.positions[at], 0),
+        jnp.where(is_row, step.rows.slots[at], -1),
+        step.rows.tail_start[at],
+        step.rows.page_table,
+    )
+    cut = Carry(
+        streams=carry.streams[at], pre=carry.pre[at], selection=empty_selection(rows, config=config), state=state
+    )
+    short = Step(rows=rows, context=step.context[at], exists=step.exists[at])
+    return short, cut, _place_in(tail_rows, is_row, logit_rows, step.rows.positions.shape[0])
+
+
+def without_source(layer: Layer) -> Layer:
+    """The boundary layer once its KV has been written."""
+    return dataclasses.replace(layer, source_kind=0)
+
+
+def _source_input(
+    params: Params, carry: Carry, layer: Layer, config: RuntimeConfig, stages: Stages
+) -> Float[Array, "T D"]:
+    """The boundary layer's normed attention input, for every row."""
+    norm = params.attn_norm[layer.layer]
+
+    def on_tile(_: Stages, streams: Array, pre: Array) -> Float[Array, "B D"]:
+        return rms_norm(hyper.collapse(streams, pre), norm, eps=config.model.rms_norm_eps)
+
+    return stages.map_rows(on_tile, carry.streams, carry.pre, config=config)
+
+
+def _place_in(
+    tail_rows: Int[Array, " U"], is_row: Bool[Array, " U"], wanted: Int[Array, " N"], num_rows: int
+) -> Int[Array, " N"]:
+    """Where each wanted row of the step stands in the tail; -1 for rows outside it."""
+    places = jnp.full((num_rows,), -1, jnp.int32)
+    target = jnp.where(is_row, tail_rows, num_rows)
+    places = places.at[target].set(jnp.arange(tail_rows.shape[0], dtype=jnp.int32), mode="drop")
+    return places.at[wanted].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+
+
+def tail_start(prompt_len: int, *, keep: int) -> int:
+    """The first position that runs the decoder layers: fixed by the prompt, whatever the chunks are."""
+    return max(0, prompt_len - keep)

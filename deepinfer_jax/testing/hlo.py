@@ -1,0 +1,76 @@
+"""What a compiled program contains: read from the text of its HLO module."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Collection
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+# Operations that write all of their operand anew. A conversion is a copy in another dtype.
+_COPIES = frozenset({"copy", "copy-start", "convert", "transpose", "pad", "concatenate", "select"})
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"\bcalls=%?([\w.\-]+)")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One instruction; arrays: dtype and shape of what it makes, several for a tuple."""
+
+    name: str
+    opcode: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    computation: str
+    is_fused: bool  # inside a fusion: its value need not exist in memory
+    text: str
+
+
+def instructions(text: str) -> tuple[Instruction, ...]:
+    """Every instruction of `compiled.as_text()`."""
+    fused = set(_CALLED.findall(text))
+    found, computation = [], ""
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            computation = header[1]
+        elif match := _INSTRUCTION.match(line):
+            arrays = tuple((dtype, _shape(dims)) for dtype, dims in _ARRAY.findall(match[2]))
+            found.append(
+                Instruction(
+                    name=match[1],
+                    opcode=match[3],
+                    arrays=arrays,
+                    computation=computation,
+                    is_fused=computation in fused,
+                    text=line.strip(),
+                )
+            )
+    return tuple(found)
+
+
+def _shape(dims: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in dims.split(",") if size)
+
+
+def collectives(text: str) -> dict[str, int]:
+    """How often each kind of collective occurs; an asynchronous pair counts once."""
+    opcodes = (i.opcode.removesuffix("-start") for i in instructions(text))
+    return dict(sorted(collections.Counter(op for op in opcodes if op in COLLECTIVES).items()))
+
+
+def whole_copies(text: str, shapes: Collection[tuple[int, ...]]) -> tuple[Instruction, ...]:
+    """Instructions that write a whole array of one of these shapes anew, in whatever dtype.
+
+    A buffer that is updated in place has none. The shapes must belong to nothing else in the program.
+    """
+    wanted = set(shapes)
+    return tuple(i for i in instructions(text) if i.opcode in _COPIES and any(shape in wanted for _, shape in i.arrays))

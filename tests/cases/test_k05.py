@@ -1,0 +1,74 @@
+"""K05: edges of the interface."""
+
+import math
+
+import pytest
+
+from deepinfer_jax import SamplingParams
+
+VOCAB_SIZE = 301
+NAN, INF = math.nan, math.inf
+
+
+def result(llm, prompt: str, params: SamplingParams) -> list[tuple[int, float]]:
+    [outputs] = llm.generate(prompt, params)
+    return [(o.token_id, o.token_logprobs) for o in outputs]
+
+
+def test_no_tokens_means_one(llm):
+    with pytest.warns(UserWarning, match="max_tokens=0"):
+        params = SamplingParams(max_tokens=0, seq_seed=1)
+    [outputs] = llm.generate("a", params)
+    assert [o.finish_reason for o in outputs] == ["stop" if outputs[0].token_id == 1 else "length"]
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("max_tokens", (-1, 2**31)),
+        ("top_k", (0, -2, 2**31)),
+        ("top_p", (0, -0.1, 1.0001, NAN)),
+        ("temperature", (-1, NAN, INF)),
+        ("top_logprobs", (1001, -1)),
+    ],
+)
+def test_values_out_of_range_are_refused(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
+
+
+def test_top_k_above_the_vocabulary_is_off(llm):
+    wide, off = (SamplingParams(top_k=k, seq_seed=4, max_tokens=12) for k in (10**6, -1))
+    assert result(llm, "abc", wide) == result(llm, "abc", off)
+
+
+def test_tiny_temperature_is_greedy(llm):
+    tiny, greedy = (SamplingParams(temperature=t, max_tokens=12, top_p=0.5, top_k=7) for t in (1e-6, 0))
+    assert result(llm, "abc", tiny) == result(llm, "abc", greedy)
+    assert (tiny.temperature, tiny.top_p, tiny.top_k) == (1e-5, 1.0, -1)
+
+
+@pytest.mark.parametrize("token_id", [VOCAB_SIZE, -1])
+def test_a_bad_token_id_is_named_and_nothing_is_queued(llm, token_id):
+    with pytest.raises(ValueError, match=rf"prompt 1 has token id {token_id}\b"):
+        llm.generate(prompt_token_ids=[[5, 6], [7, token_id, 8], [9]])
+    assert [len(outputs) for outputs in llm.generate(prompt_token_ids=[[5], [6]])] == [16, 16]
+
+
+def test_empty_prompts(llm):
+    with pytest.raises(ValueError, match="prompt must not be empty"):
+        llm.generate(prompt_token_ids=[[]])
+    [outputs] = llm.generate("", SamplingParams(max_tokens=2, ignore_eos=True))
+    assert [o.prompt_len for o in outputs] == [1, 1]  # BOS
+
+
+def test_params_must_be_as_many_as_prompts(llm):
+    with pytest.raises(ValueError, match="3 prompts and 2 sampling_params"):
+        llm.generate(["a", "b", "c"], [SamplingParams(), SamplingParams()])
+
+
+@pytest.mark.parametrize("option", ["n", "stop", "stop_token_ids", "logit_bias", "frequency_penalty", "min_p", "seed"])
+def test_options_that_are_not_implemented_are_refused(option):
+    with pytest.raises((TypeError, ValueError), match=option):
+        SamplingParams(**{option: 1})
