@@ -20,6 +20,7 @@ from deepinfer_jax.ops.quant import ScaledArray, dequantize
 ALL_STAGES = ("*",)
 ROW_MULTIPLE = 64  # steps are padded to multiples of this: few compiled shapes, whatever the prompts
 DECODE_MULTIPLE = 8
+SLOT_MULTIPLE = 8
 # One entry for each closed group of `ratio` positions; a forward has one row for each position, of which the last
 # position of a group is the entry.
 ENTRY_STAGES = frozenset({"compress_latent", "compress_kv", "index_k"})
@@ -73,7 +74,7 @@ def make_runner(params: Params, config: RuntimeConfig, *, num_rows: int, num_slo
         params=params,
         config=config,
         num_rows=_round_up(num_rows, ROW_MULTIPLE),
-        num_slots=num_slots,
+        num_slots=_round_up(num_slots, SLOT_MULTIPLE),
         pages_per_slot=_round_up(max_len, config.page_tokens) // config.page_tokens,
         step=step,
     )
