@@ -1,20 +1,21 @@
 """The `describe` command: parameters, bytes and arithmetic of a model, from its shape alone."""
 
 import argparse
+import collections
 import dataclasses
 import enum
 import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from deepinfer_jax.checkpoint.locate import locate_model
-from deepinfer_jax.checkpoint.names import DERIVED_LEAVES, expected_tensors, inventory, payload_name
+from deepinfer_jax.checkpoint.names import DERIVED_LEAVES, TensorSpec, expected_tensors, inventory, payload_name
 from deepinfer_jax.config.args import EngineArgs, EngineConfig, resolve
 from deepinfer_jax.config.model import ModelConfig, load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
@@ -100,10 +101,11 @@ def describe(
     device. Raises ValueError for a mesh that does not divide the arrays.
     """
     runtime = RuntimeConfig(model=config) if runtime is None else runtime
-    groups = _group_figures(config, mesh)
+    tensors = expected_tensors(config)
+    groups = _group_figures(config, mesh, tensors)
     by_dtype: dict[str, int] = {}
-    for spec in expected_tensors(config).values():
-        by_dtype[spec.dtypes[0]] = by_dtype.get(spec.dtypes[0], 0) + spec.num_bytes
+    for spec, count in collections.Counter(tensors.values()).items():
+        by_dtype[spec.dtypes[0]] = by_dtype.get(spec.dtypes[0], 0) + spec.num_bytes * count
     cache = cache_figures(runtime)
     return Description(
         groups=groups,
@@ -130,8 +132,10 @@ def _settings(engine: EngineConfig) -> tuple[Setting, ...]:
     return tuple(Setting(name=n, value=plain(engine.value(n)), source=source) for n, source in engine.sources)
 
 
-def _group_figures(config: ModelConfig, mesh: tuple[int, int] | None) -> tuple[GroupFigures, ...]:
-    tensors, device, per_device = expected_tensors(config), dict[str, int](), dict[str, int]()
+def _group_figures(
+    config: ModelConfig, mesh: tuple[int, int] | None, tensors: Mapping[str, TensorSpec]
+) -> tuple[GroupFigures, ...]:
+    device, per_device = dict[str, int](), dict[str, int]()
     placed = placed_params(config, abstract_mesh(*(mesh or (1, 1))))
     for spec in schema(config):
         group = DERIVED_GROUP
@@ -253,7 +257,7 @@ def _billions(count: int) -> str:
     return f"{count / 1e9:.2f} B ({count:,})"
 
 
-def _giga(flops: float) -> str:
+def _giga(flops: int | float) -> str:
     return f"{flops / 1e9:.3f}"
 
 
@@ -267,7 +271,6 @@ def add_describe_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     parser.add_argument("--mesh", type=parse_mesh, metavar="DPxCP", help="also the bytes of one device of this mesh")
-    parser.set_defaults(run=run_describe)
 
 
 def parse_mesh(text: str) -> tuple[int, int]:

@@ -12,13 +12,10 @@ from deepinfer_jax.engine.outputs import CompletionOutput, RequestOutput
 from deepinfer_jax.sampling.params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
-EXIT_REFUSED = 2  # the arguments or the model are at fault
-# What a caller can correct. Anything else is shown with its trace.
-_REFUSALS = (ValueError, NotImplementedError, OSError)
 
 
 def add_generate_parser(subparsers: Any) -> None:
-    """Adds the subcommand to a parser; `handler` of the parsed arguments is `run_generate`."""
+    """Adds `generate` to the subparsers of an `argparse` parser."""
     parser = subparsers.add_parser(
         "generate",
         help="generate text for prompts",
@@ -35,17 +32,11 @@ def add_generate_parser(subparsers: Any) -> None:
     parser.add_argument("--top-k", type=int, default=-1, metavar="K", help="default: %(default)s (off)")
     parser.add_argument("--seed", type=int, metavar="N", help="of every prompt's draws; default: another in each run")
     parser.add_argument("--json", action="store_true", help="one JSON object in a line for each prompt")
-    parser.set_defaults(handler=run_generate)
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Runs the subcommand; 0, or 2 with one line on standard error for what the caller can correct."""
-    try:
-        results = _generate(args)
-    except _REFUSALS as error:
-        text = " ".join(str(error).split())
-        sys.stderr.write(f"deepinfer-jax generate: {text or type(error).__name__}\n")
-        return EXIT_REFUSED
+    """Writes one result for each prompt to standard output."""
+    results = _generate(args)
     is_batch = len(results) > 1
     for number, (prompt, outputs) in enumerate(results):
         if args.json:

@@ -34,7 +34,8 @@ class LLM:
     model: a directory in the released format, a Hugging Face id, or a config file (random weights of that shape);
         None is DEEPINFER_HF_MODEL_DIR, or else the embedded tiny model.
     tokenizer: another directory or file than the model's own.
-    seed: makes default sampling seeds repeatable; `SamplingParams.seq_seed` is the seed of one request.
+    seed: sampling seeds that are not given follow from it and from a prompt's place in its call, so that a call can
+        be repeated; `SamplingParams.seq_seed` is the seed of one request. None: another seed for every request.
     decode_sequence: True returns texts, False a list of `RequestOutput` for each prompt.
     Other keywords are those of `EngineArgs`. Everything that can fail fails here: the model is loaded, and the
     smallest step compiled, unless DEEPINFER_ENFORCE_EAGER leaves that to the first call.

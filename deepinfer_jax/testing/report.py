@@ -27,6 +27,7 @@ class Line:
     rows: int
     rows_bad: int
     rows_forced: int
+    rows_turned: int
     rows_excused: int
     worst: str  # where the first row beyond the tolerance is, "" for none
     is_ok: bool
@@ -75,7 +76,20 @@ class Report:
 
     def to_text(self) -> str:
         """A table for people."""
-        head = ("part", "stage", "max error", "allowed", "equal", "differ", "rows", "bad", "forced", "excused", "")
+        head = (
+            "part",
+            "stage",
+            "max error",
+            "allowed",
+            "equal",
+            "differ",
+            "rows",
+            "bad",
+            "forced",
+            "turned",
+            "excused",
+            "",
+        )
         body = [_cells(line) for line in self.lines]
         widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
         table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *body]]
@@ -106,9 +120,12 @@ def _line(part: str, stage: str, checks: list[Check]) -> Line:
     bad = [c for c in checks if c.rows_bad]
     worst = f"{bad[0].sequence} {bad[0].name} row {bad[0].first_bad_row}" if bad else ""
     rule = checks[0].rule
-    is_within_count = rule.measure != "ulp" or different <= tol.MAX_DIFFERENT * values
-    if not is_within_count and not worst:
-        worst = f"{stage}: {different} of {values} values differ; allowed are {tol.MAX_DIFFERENT:.1%}"
+    rows, turned = sum(c.num_rows for c in checks), sum(c.rows_turned for c in checks)
+    too_many = ""
+    if rule.measure == "ulp" and different > tol.MAX_DIFFERENT * values:
+        too_many = f"{stage}: {different} of {values} values differ; allowed are {tol.MAX_DIFFERENT:.1%}"
+    if turned > max(1, tol.MAX_TURNED * rows):
+        too_many = f"{stage}: {turned} of {rows} rows are beyond one ulp; allowed are {tol.MAX_TURNED:.1%}"
     return Line(
         part=part,
         stage=stage,
@@ -117,13 +134,14 @@ def _line(part: str, stage: str, checks: list[Check]) -> Line:
         max_error=max(c.max_error for c in checks),
         num_values=values,
         num_different=different,
-        is_equal=different == 0,
-        rows=sum(c.num_rows for c in checks),
+        is_equal=different == 0 and turned == 0,
+        rows=rows,
         rows_bad=sum(c.rows_bad for c in checks),
         rows_forced=sum(c.rows_forced for c in checks),
+        rows_turned=turned,
         rows_excused=sum(c.rows_excused for c in checks),
-        worst=worst,
-        is_ok=not bad and is_within_count,
+        worst=worst or too_many,
+        is_ok=not bad and not too_many,
     )
 
 
@@ -139,6 +157,7 @@ def _cells(line: Line) -> tuple[str, ...]:
         str(line.rows),
         str(line.rows_bad),
         str(line.rows_forced),
+        str(line.rows_turned),
         str(line.rows_excused),
         "ok" if line.is_ok else "FAIL",
     )

@@ -106,6 +106,7 @@ def run(
     )
     values = {name: np.asarray(value) for name, value in output.stages.items()}
     values["logits"] = np.asarray(output.logits)
+    values |= _router_choices(runner, values)
     stages, first = [], 0
     for chunk in chunks:
         rows = slice(first, first + len(chunk.tokens))
@@ -177,7 +178,7 @@ def _pack(runner: Runner, chunks: Sequence[Chunk], forced: Sequence[Rows], num_r
     """The forced values of all chunks as rows of the step, in the widths of the step."""
     packed: dict[str, np.ndarray] = {}
     first = 0
-    for chunk, rows in zip(chunks, forced):
+    for chunk, rows in zip(chunks, forced or [{}] * len(chunks), strict=True):
         for name, value in rows.items():
             value = _widen(runner, name, value)
             if name not in packed:
@@ -212,6 +213,15 @@ def _closing_rows(runner: Runner, name: str, chunk: Chunk) -> np.ndarray:
 
 def _entries_of(runner: Runner, name: str, rows: np.ndarray, chunk: Chunk) -> np.ndarray:
     return rows[_closing_rows(runner, name, chunk)]
+
+
+def _router_choices(runner: Runner, values: Rows) -> dict[str, np.ndarray]:
+    """What experts are chosen by: scores and bias, under the name "router_choice"."""
+    names = [name for name in values if name.endswith(".router_scores")]
+    biases = np.asarray(runner.params.moe.bias)
+    return {
+        name.replace("router_scores", "router_choice"): values[name] + biases[int(name.split(".")[1])] for name in names
+    }
 
 
 def decode_rows(num_sequences: int) -> int:

@@ -26,6 +26,14 @@ from deepinfer_jax.testing.runner import Runner, make_runner
 from deepinfer_jax.testing.verify_fed import verify_fed
 from deepinfer_jax.testing.verify_whole import NO_STAGES, compare_whole, decode_part, full_prefill, prefill_part
 
+# What has no recorded inputs, so that nothing can be demanded of it where roundings decide between branches.
+_NO_INPUTS = {
+    "prefill_light": "prefill_light: layers behind the first one without recorded streams",
+    "decode": "decode: steps without a complete capture (but for hashes), full_prefill_logits, and final_cache of "
+    "layers after the first: no recorded inputs; see the remarks",
+    "edge": "edge: only logits are recorded; see the remarks",
+}
+
 type Progress = Callable[[str], None]
 
 
@@ -70,9 +78,7 @@ def _chosen_kinds(fixtures: Fixtures, parts: tuple[str, ...]) -> list[str]:
     return kinds
 
 
-def _make_runner(
-    fixtures: Fixtures, prefills: dict[str, list[Recorded]], decodes: dict[str, list[Decoding]]
-) -> Runner:
+def _make_runner(fixtures: Fixtures, prefills: dict[str, list[Recorded]], decodes: dict[str, list[Decoding]]) -> Runner:
     """One set of sizes that every recording fits in."""
     groups = [[len(s.tokens) for s in group] for group in prefills.values()]
     groups += [[len(d.prompt.tokens) for d in group] for group in decodes.values()]
@@ -127,6 +133,8 @@ def _not_covered(fixtures: Fixtures, kinds: list[str]) -> list[str]:
     for kind in OTHER_KINDS:
         if (fixtures.directory / file_name(kind, fixtures.mode)).exists():
             found.append(f"{file_name(kind, fixtures.mode)}: the {kind} part of the model is not compared yet")
+    if NUMERICS[fixtures.mode].rounds_activations:
+        found += [text for kind, text in _NO_INPUTS.items() if kind in kinds]
     recorded = {tol.leaf_of(name) for kind in kinds for name in fixtures.files[kind]}
     found += [f"{leaf}: not a stage of the forward; attention shows it" for leaf in sorted(recorded & NO_STAGES)]
     if "literal_reference_logits" in recorded:

@@ -16,7 +16,7 @@ from deepinfer_jax.testing.checks import Check, Comparison, canonical, check_all
 from deepinfer_jax.testing.fixtures import Decoding, Recorded
 from deepinfer_jax.testing.report import Line, lines_of
 from deepinfer_jax.testing.runner import Chunk, Runner
-from deepinfer_jax.testing.verify_whole import comparable, decode_wants, live_rows, state_rows, step_prefix, step_stages
+from deepinfer_jax.testing.verify_whole import comparable, live_rows, state_rows, step_prefix, step_stages
 
 # Results that nothing in the forward reads as a stage: forcing them would change nothing.
 _ONLY_RESULTS = (

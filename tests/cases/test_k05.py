@@ -53,7 +53,8 @@ def test_tiny_temperature_is_greedy(llm):
 def test_a_bad_token_id_is_named_and_nothing_is_queued(llm, token_id):
     with pytest.raises(ValueError, match=rf"prompt 1 has token id {token_id}\b"):
         llm.generate(prompt_token_ids=[[5, 6], [7, token_id, 8], [9]])
-    assert [len(outputs) for outputs in llm.generate(prompt_token_ids=[[5], [6]])] == [16, 16]
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    assert [len(outputs) for outputs in llm.generate(prompt_token_ids=[[5], [6]], sampling_params=params)] == [3, 3]
 
 
 def test_empty_prompts(llm):

@@ -3,16 +3,16 @@
 import argparse
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 import pytest
 
+from deepinfer_jax import cli
 from deepinfer_jax.config.args import EngineArgs, resolve
 from deepinfer_jax.config.model import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine import costs
-from deepinfer_jax.engine.describe import add_describe_parser, describe, parse_mesh, to_json, to_text
+from deepinfer_jax.engine.describe import describe, parse_mesh, to_json, to_text
 from deepinfer_jax.model.params import schema
 
 ROOT = Path(__file__).parents[2]
@@ -160,7 +160,7 @@ def test_devices_hold_what_the_schema_says(flash, figures):
 @pytest.mark.parametrize(
     "changes, moved",
     [
-        ({"n_routed_experts": 192}, {"groups", "parameters", "reads"}),
+        ({"n_routed_experts": 192}, {"groups", "parameters", "decode", "prefill", "reads"}),
         ({"hidden_size": 4096}, {"groups", "parameters", "decode", "prefill", "reads"}),
         ({"index_topk": 1024}, {"decode", "prefill"}),
         ({"sliding_window": 256}, {"cache", "decode", "prefill"}),
@@ -170,8 +170,8 @@ def test_devices_hold_what_the_schema_says(flash, figures):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_changing_a_number_changes_the_figures_that_depend_on_it(flash, changes, moved):
-    before, after = describe(flash), describe(dataclasses.replace(flash, **changes))
+def test_changing_a_number_changes_the_figures_that_depend_on_it(flash, figures, changes, moved):
+    before, after = figures, describe(dataclasses.replace(flash, **changes), mesh=(8, 1))
     parts = {
         "groups": lambda d: d.groups,
         "parameters": lambda d: (d.backbone_parameters, d.total_parameters),
@@ -204,26 +204,19 @@ def test_text_shows_the_figures(flash):
     assert "of 8 devices" not in to_text(describe(flash))
 
 
-@pytest.fixture
-def command():
-    parser = argparse.ArgumentParser()
-    add_describe_parser(parser.add_subparsers())
-
-    def run(*words):
-        args = parser.parse_args(["describe", *words])
-        return args.run(args)
-
-    return run
-
-
-def test_command_describes_a_config_file_and_a_directory(command, capsys, tmp_path):
-    assert command(str(FLASH), "--json", "--mesh", "4x2") == 0
+def test_command_describes_a_config_file_and_a_directory(capsys, tmp_path):
+    assert cli.main(["describe", str(FLASH), "--json", "--mesh", "4x2"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert read["mesh"] == [4, 2]
-    assert math.isclose(read["bytes_per_device"], 71_289_248_776)
+    assert read["bytes_per_device"] == 71_289_248_776
     (tmp_path / "config.json").write_text(FLASH.read_text().replace('"n_routed_experts": 384', '"n_routed_experts": 8'))
-    assert command(str(tmp_path)) == 0
+    assert cli.main(["describe", str(tmp_path)]) == 0
     assert "551.57 B" not in capsys.readouterr().out
+
+
+def test_command_refuses_what_is_no_model(capsys, tmp_path):
+    assert cli.main(["describe", str(tmp_path)]) == cli.EXIT_REFUSED
+    assert "cannot read the model config" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["8", "0x1", "8x", "8x1x1", "ax1"])

@@ -8,6 +8,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinfer_jax.config.model import ModelConfig, load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
@@ -15,6 +17,7 @@ from deepinfer_jax.model import layer as layer_module
 from deepinfer_jax.model.params import abstract_params, layer_slice, schema
 from deepinfer_jax.model.state import init_state
 from deepinfer_jax.ops.quant import ScaledArray, dequantize
+from deepinfer_jax.parallel.mesh import DP, make_mesh
 from deepinfer_jax.testing import hlo
 from deepinfer_jax.testing.abstract import StepSizes, lower_abstract
 
@@ -106,3 +109,13 @@ def test_copy_of_a_cache_would_be_seen(fault):
     cache, rows, at = jnp.zeros((23, 7, 5)), jnp.ones((3, 7, 5)), jnp.array([1, 5, 9])
     compiled = jax.jit(write, donate_argnums=donated).lower(cache, rows, at).compile()
     assert hlo.whole_copies(compiled.as_text(), {cache.shape})
+
+
+def test_collectives_of_a_sharded_program_are_counted():
+    mesh = make_mesh(4, 2)
+    sharding = NamedSharding(mesh, PartitionSpec(DP))
+    body = jax.shard_map(lambda x: lax.psum(x, DP), mesh=mesh, in_specs=PartitionSpec(DP), out_specs=PartitionSpec())
+    text = jax.jit(body).lower(jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharding)).compile().as_text()
+    assert hlo.collectives(text) == {"all-reduce": 1}
+    alone = jax.jit(jnp.sin).lower(jnp.zeros(3)).compile().as_text()
+    assert hlo.collectives(alone) == {}

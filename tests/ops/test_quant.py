@@ -55,14 +55,14 @@ def test_recorded_float32_round_trips_are_met(component, compiled, name: str):
     compare.assert_bitwise(made, fixture[f"{name}.qdq_fp32"])
 
 
-def test_recorded_page_of_main_kv_is_met(component, compiled):
+def test_recorded_page_of_main_kv_is_met(component, exact_jit):
     """One page in the layout of another engine: the code bytes of all tokens, then their scale bytes."""
     fixture = component("kv_page_fp4")
-    made = compiled(quant.quantize_main_kv)(jnp.asarray(fixture["k"]))
+    made = exact_jit(quant.quantize_main_kv)(jnp.asarray(fixture["k"]))
     page = np.concatenate([np.asarray(made.payload).reshape(1, -1), np.asarray(made.scale).reshape(1, -1)], axis=1)
     assert page.shape[1] == PAGE_TOKENS * (PAYLOAD_BYTES + SCALE_BYTES)
     compare.assert_bitwise(page, fixture["pages"])
-    compare.assert_bitwise(compiled(lambda w: dequantize(w, jnp.bfloat16))(made), fixture["dequantised"])
+    compare.assert_bitwise(exact_jit(lambda w: dequantize(w, jnp.bfloat16))(made), fixture["dequantised"])
 
 
 JITTED = {quantizer: jax.jit(quantizer) for quantizer in QUANTIZERS.values()}
@@ -124,22 +124,22 @@ def test_ties_survive_a_scale_that_is_no_power_of_two(compiled):
     compare.assert_bitwise(made[0, :2], np.asarray([6 * 0.234375, 0.234375], np.float32))
 
 
-def test_every_fp4_byte_is_decoded_low_nibble_first(compiled):
+def test_every_fp4_byte_is_decoded_low_nibble_first(exact_jit):
     codes = jnp.arange(256, dtype=jnp.uint8)[:, None]
-    made = np.asarray(compiled(quant.decode_fp4)(codes))
+    made = np.asarray(exact_jit(quant.decode_fp4)(codes))
     signed = np.concatenate([FP4_VALUES, -FP4_VALUES])
     want = np.stack([signed[np.arange(256) & 15], signed[np.arange(256) >> 4]], axis=-1)
     compare.assert_bitwise(made, want)
 
 
-def test_every_scale_byte_is_decoded(compiled):
+def test_every_scale_byte_is_decoded(exact_jit):
     codes = jnp.arange(255, dtype=jnp.uint8)
-    powers = np.asarray(compiled(quant.decode_e8m0)(codes))
+    powers = np.asarray(exact_jit(quant.decode_e8m0)(codes))
     compare.assert_bitwise(powers[1:], (2.0 ** (np.arange(1, 255) - 127)).astype(np.float32))
     assert powers[0] == 0  # below the smallest normal float
     small = np.delete(np.arange(256, dtype=np.uint8), [127, 255])  # the two NaN codes
     compare.assert_bitwise(
-        compiled(quant.decode_e4m3)(jnp.asarray(small)), small.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        exact_jit(quant.decode_e4m3)(jnp.asarray(small)), small.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     )
 
 
@@ -149,7 +149,7 @@ def test_no_rows_give_no_rows(exact_jit, shape: tuple[int, ...]):
         assert exact_jit(roundtrip(quantizer))(jnp.zeros(shape, jnp.bfloat16)).shape == shape
 
 
-def test_zero_groups_have_zero_codes(compiled):
+def test_zero_groups_have_zero_codes(exact_jit):
     for quantizer in QUANTIZERS.values():
-        made = compiled(quantizer)(jnp.zeros((1, 32), jnp.bfloat16))
+        made = exact_jit(quantizer)(jnp.zeros((1, 32), jnp.bfloat16))
         assert not np.any(np.asarray(made.payload))

@@ -35,13 +35,13 @@ NO_SINK = -1e30
 
 
 @functools.partial(jax.jit, static_argnames="layer", compiler_options={"xla_allow_excess_precision": False})
-def attend_chunk(state: State, kv: jax.Array, entries: jax.Array, start: jax.Array, slot: jax.Array, *, layer: int):
-    """Outputs [T, K] of zero queries for one chunk of a request, and the state with the ring written."""
+def attend_rows(state: State, kv: jax.Array, entries: jax.Array, start: jax.Array, slots: jax.Array, *, layer: int):
+    """Outputs [T, K] of zero queries for rows from `start` on, and the state with the ring written."""
     count = kv.shape[0]
     batch = StepBatch(
         tokens=jnp.zeros(count, jnp.int32),
         positions=start + jnp.arange(count, dtype=jnp.int32),
-        slots=jnp.full(count, slot, jnp.int32),
+        slots=slots,
         page_table=jnp.tile(jnp.arange(NUM_PAGES, dtype=jnp.int32)[None], (2, 1)),
         logit_rows=jnp.zeros(0, jnp.int32),
     )
@@ -61,6 +61,15 @@ def attend_chunk(state: State, kv: jax.Array, entries: jax.Array, start: jax.Arr
     return out[:, 0], dataclasses.replace(state, window=window)
 
 
+def attend_chunk(state: State, kv: np.ndarray, entries: np.ndarray, start: int, slot: int, *, layer: int):
+    """`attend_rows` for one chunk of a request, filled up with padding rows to whole tiles as a step is."""
+    count, fill = len(kv), -len(kv) % CONFIG.row_tile
+    slots = np.concatenate([np.full(count, slot, np.int32), np.full(fill, -1, np.int32)])
+    kv, entries = np.pad(kv, ((0, fill), (0, 0))), np.pad(entries, ((0, fill), (0, 0)), constant_values=-1)
+    out, state = attend_rows(state, kv, entries, jnp.int32(start), slots, layer=layer)
+    return np.asarray(out)[:count], state
+
+
 def one_hot(positions: np.ndarray) -> np.ndarray:
     return np.eye(WIDTH, dtype=np.float32)[positions]
 
@@ -76,8 +85,8 @@ def run(kv: np.ndarray, chunks: list[int], *, entries: np.ndarray | None = None,
     outputs, start = [], 0
     for length in chunks:
         part = slice(start, start + length)
-        out, state = attend_chunk(state, kv[part], entries[part], jnp.int32(start), jnp.int32(1), layer=layer)
-        outputs.append(np.asarray(out))
+        out, state = attend_chunk(state, kv[part], entries[part], start, 1, layer=layer)
+        outputs.append(out)
         start += length
     return np.concatenate(outputs)
 
@@ -128,7 +137,7 @@ def test_window_and_selected_entries_share_one_softmax(layer: int, ratio: int):
     caches = list(state.main_kv)
     caches[which] = ScaledArray(payload=cache, scale=None)
     state = dataclasses.replace(state, main_kv=tuple(caches))
-    out, _ = attend_chunk(state, kv, entries, jnp.int32(0), jnp.int32(0), layer=layer)
+    out, _ = attend_chunk(state, kv, entries, 0, 0, layer=layer)
     want = []
     for t in range(count):
         keys = [kv[max(0, t - WINDOW + 1) : t + 1], main[entries[t][entries[t] >= 0]]]
@@ -139,6 +148,6 @@ def test_window_and_selected_entries_share_one_softmax(layer: int, ratio: int):
 def test_padding_rows_attend_to_nothing():
     state = init_state(CONFIG, num_slots=2, num_pages=NUM_PAGES)
     kv = one_hot(np.arange(8))
-    out, after = attend_chunk(state, kv, no_entries(8), jnp.int32(0), jnp.int32(-1), layer=WINDOW_LAYER)
+    out, after = attend_chunk(state, kv, no_entries(8), 0, -1, layer=WINDOW_LAYER)
     compare.assert_bitwise(out, np.zeros((8, WIDTH), np.float32))
     compare.assert_bitwise(after, state)
