@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
+    """Reads the options and prints one JSON line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(ROOT / "configs/model/tiny.json"))
     parser.add_argument("--weights", help="a released-format file; seeded random weights without it")

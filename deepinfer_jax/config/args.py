@@ -219,6 +219,8 @@ class EngineConfig:
     enforce_eager: bool
     num_draft_tokens: int
     max_backtracking_tokens: int
+    replay_mode: str
+    replay_keep_tokens: int
     # (variable, value) of those variables that have no field of their own yet.
     others: tuple[tuple[str, variables.Value], ...]
     # (field or variable, source) in the order of `describe`.
@@ -245,6 +247,12 @@ class EngineConfig:
             raise ValueError(
                 f"dtype={self.dtype!r} contradicts numerics={self.numerics!r}; leave dtype out or "
                 f"choose numerics from {', '.join(DTYPES[self.dtype])}"
+            )
+
+        if self.replay_mode != "off" and self.replay_keep_tokens == 0:
+            raise ValueError(
+                f"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE={self.replay_mode} needs a tail length; "
+                "set DEEPINFER_YOCO_PREFILL_KEEP_TOKENS (140 is the usual value) or set the mode to off"
             )
 
     def value(self, name: str) -> Any:

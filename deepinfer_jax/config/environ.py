@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 from deepinfer_jax.config.runtime import NumericsName
 
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
-# Names in use: model, kernels, engine, sampling, speculation, sharding, vision, Ascend.
-LANDED: frozenset[str] = frozenset({"model"})
+# Names in use: model, replay, kernels, engine, sampling, speculation, sharding, vision, Ascend.
+LANDED: frozenset[str] = frozenset({"model", "replay"})
 
 PREFIX = "DEEPINFER_"
 PROCESS_ENVIRON: Mapping[str, str] = os.environ
@@ -307,8 +307,8 @@ _TABLE = (
              "seconds before a shared-memory broadcast warning", kind="N"),
     Variable("DEEPINFER_GC_INTERVAL_STEP", STEPS, 1000, "engine", "steps between Python GCs"),
     Variable("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", choice("off", "mask", "compact"), "off",
-             "engine", "bounded replay of the decoder half in prefill", field="replay_mode"),
-    Variable("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", COUNT, 0, "engine",
+             "replay", "bounded replay of the decoder half in prefill", field="replay_mode"),
+    Variable("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS", COUNT, 0, "replay",
              "last prompt tokens that bounded replay keeps", field="replay_keep_tokens"),
     Variable("DEEPINFER_BATCH_INVARIANT", BOOL, None, "model",
              "tokens do not depend on the batch; unset: on for cpu, off elsewhere"),

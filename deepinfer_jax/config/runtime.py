@@ -9,6 +9,7 @@ import numpy as np
 from deepinfer_jax.config.model import ModelConfig
 
 NumericsName = Literal["fp32_noqdq", "fp32", "bf16", "q"]
+ReplayMode = Literal["off", "mask", "compact"]
 KernelChoice = str  # "auto", "reference", or the name of one implementation
 
 
@@ -45,6 +46,8 @@ class RuntimeConfig:
     rollback_tokens: int = 6  # rows that a step may write and later reject
     row_tile: int = 8  # rows of one product tile: fixed, so that a row's bits do not depend on the batch
     is_invariant: bool = True  # False: products see all rows at once (faster on GPUs, not bit-stable)
+    replay_mode: ReplayMode = "off"  # bounded replay of prefill in the decoder layers (spec: backbone 2.2)
+    replay_keep_tokens: int = 0  # last prompt tokens that run them
     kernels: KernelChoice = "auto"
     target: str = "cpu"  # what the step is built for; never read from the attached devices
 
@@ -55,6 +58,15 @@ class RuntimeConfig:
             raise ValueError(f"page_tokens={self.page_tokens} must be positive and even (ratio-2 groups)")
         if self.rollback_tokens < 1:
             raise ValueError(f"rollback_tokens={self.rollback_tokens} must be at least 1")
+        if self.replay_mode not in get_args(ReplayMode):
+            raise ValueError(f"replay_mode={self.replay_mode!r} is unknown; choose one of {get_args(ReplayMode)}")
+        needed = self.model.sliding_window + self.rollback_tokens
+        if self.replay_mode != "off" and self.replay_keep_tokens < needed:
+            raise ValueError(
+                f"replay_keep_tokens={self.replay_keep_tokens} is below {needed} (window {self.model.sliding_window} + "
+                f"{self.rollback_tokens} tokens of backtracking); raise DEEPINFER_YOCO_PREFILL_KEEP_TOKENS to "
+                f"{needed} or more, or set DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE to off"
+            )
         if self.row_tile not in (8, 16, 32):
             raise ValueError(f"row_tile={self.row_tile} must be 8, 16 or 32")
 
@@ -82,6 +94,10 @@ class RuntimeConfig:
     def activation_dtype(self) -> np.dtype:
         """Dtype of streams and activations between ops."""
         return np.dtype(ml_dtypes.bfloat16 if self.policy.rounds_activations else np.float32)
+
+    def tail_start(self, prompt_len: int) -> int:
+        """The first position of a prompt that runs the decoder layers: fixed by the prompt, whatever the chunks are."""
+        return 0 if self.replay_mode == "off" else max(0, prompt_len - self.replay_keep_tokens)
 
     @property
     def ring_len(self) -> int:

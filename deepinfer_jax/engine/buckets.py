@@ -18,6 +18,7 @@ class StepShape:
     num_rows: int
     num_logits: int
     num_pages: int  # columns of the page table
+    num_tail: int | None = None  # rows that run the decoder layers under compact replay, None where all do
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,14 @@ class Buckets:
         """The smallest step."""
         return StepShape(self.decode_rows[0], self.decode_rows[0], self.pages[0])
 
-    def shape_of(self, num_rows: int, num_pages: int, *, is_prefill: bool) -> StepShape:
-        """The smallest step with room for these rows and pages."""
+    def shape_of(
+        self, num_rows: int, num_pages: int, *, is_prefill: bool, num_tail_rows: int | None = None
+    ) -> StepShape:
+        """The smallest step with room for these rows and pages, and for the tail rows where fewer than all run."""
         rows = _smallest(self.prefill_rows if is_prefill else self.decode_rows, num_rows)
-        return StepShape(rows, LOGIT_ROWS if is_prefill else rows, _smallest(self.pages, num_pages))
+        tail = None if num_tail_rows is None else _smallest((0, *self.prefill_rows), num_tail_rows)
+        logits = LOGIT_ROWS if is_prefill else rows
+        return StepShape(rows, logits, _smallest(self.pages, num_pages), None if tail == rows else tail)
 
 
 def make_buckets(*, max_prefill_rows: int, num_slots: int, max_pages: int) -> Buckets:

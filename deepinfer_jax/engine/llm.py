@@ -75,7 +75,7 @@ class LLM:
                 "give tokenizer=, or decode_sequence=False for token ids"
             )
         self._tokenizer, self._model_config = loaded.tokenizer, loaded.runtime.model
-        self._max_model_len = loaded.max_model_len
+        self._max_model_len, self._tail_start = loaded.max_model_len, loaded.runtime.tail_start
         num_slots = min(self._config.max_num_seqs, self._config.max_num_batched_tokens)
         max_rows = prefill_limit(
             self._config.max_num_batched_tokens,
@@ -139,6 +139,12 @@ class LLM:
             raise ValueError("this model has no tokenizer; give tokenizer= to LLM")
         return self._tokenizer
 
+    @property
+    def computed_rows(self) -> dict[str, int]:
+        """Rows that the encoder and the decoder layers have computed since the start, padding included."""
+        pipeline = self._require_open()
+        return {"encoder": pipeline.num_encoder_rows, "decoder": pipeline.num_decoder_rows}
+
     def close(self) -> None:
         """Frees the model and the caches; `generate` cannot be used afterwards."""
         self._pipeline = None
@@ -155,6 +161,7 @@ class LLM:
             params=task.params,
             seed=request_seed(task.params, self._config.seed, index, random),
             max_model_len=self._max_model_len,
+            tail_start=self._tail_start(len(task.prompt)),
         )
 
     def _run(self, pipeline: Pipeline, requests: Sequence[Request], *, use_tqdm: bool) -> list[list[Drawn]]:

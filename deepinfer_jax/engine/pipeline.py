@@ -1,5 +1,6 @@
 """The owner of parameters and device state: a plan goes in, the drawn tokens come out."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -10,7 +11,7 @@ from deepinfer_jax.engine.outputs import Drawn
 from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.engine.steps import StepResult, best_tokens, run_step
 from deepinfer_jax.model.state import State, init_state
-from deepinfer_jax.scheduler.batching import pack_step
+from deepinfer_jax.scheduler.batching import pack_step, tail_rows
 from deepinfer_jax.scheduler.slots import Chunk, Plan
 
 _TOP_COUNTS = (20, 1000)  # compiled numbers of alternatives
@@ -24,6 +25,9 @@ class Pipeline:
 
     def __init__(self, model: LoadedModel, buckets: Buckets, *, num_slots: int) -> None:
         self._model, self._buckets, self._num_slots = model, buckets, num_slots
+        # The mode of replay is in the batch: steps of all modes share their programs.
+        self._step_config = dataclasses.replace(model.runtime, replay_mode="off", replay_keep_tokens=0)
+        self.num_encoder_rows = self.num_decoder_rows = 0  # computed so far, padding included
         pages = np.arange(num_slots * buckets.pages[-1], dtype=np.int32).reshape(num_slots, -1)
         with jax.default_device(model.device):
             self._page_tables = {width: jax.numpy.asarray(pages[:, :width]) for width in buckets.pages}
@@ -41,7 +45,13 @@ class Pipeline:
         """The tokens that a step draws, one for each emitting chunk of the plan."""
         page_tokens = self._model.runtime.page_tokens
         num_pages = -(-plan.context_len // page_tokens)
-        shape = self._buckets.shape_of(plan.num_rows, num_pages, is_prefill=plan.is_prefill)
+        is_compact = plan.is_prefill and self._model.runtime.replay_mode == "compact"
+        num_tail_rows = len(tail_rows(plan)) if is_compact else None
+        shape = self._buckets.shape_of(
+            plan.num_rows, num_pages, is_prefill=plan.is_prefill, num_tail_rows=num_tail_rows
+        )
+        self.num_encoder_rows += shape.num_rows
+        self.num_decoder_rows += shape.num_rows if shape.num_tail is None else shape.num_tail
         result = self._launch(plan, shape)
         token_ids, bits = np.asarray(result.drawn)
         logprobs = bits.view(np.float32)
@@ -57,7 +67,7 @@ class Pipeline:
         return [Drawn(int(token_ids[i]), float(logprobs[i]), top) for i, top in enumerate(tops)]
 
     def _launch(self, plan: Plan | None, shape: StepShape) -> StepResult:
-        packed = pack_step(plan, num_rows=shape.num_rows, num_logits=shape.num_logits)
+        packed = pack_step(plan, num_rows=shape.num_rows, num_logits=shape.num_logits, num_tail=shape.num_tail or 0)
         with jax.default_device(self._model.device):
             result, self._state = run_step(
                 self._model.params,
@@ -66,7 +76,8 @@ class Pipeline:
                 packed,
                 num_rows=shape.num_rows,
                 num_logits=shape.num_logits,
-                config=self._model.runtime,
+                is_compact=shape.num_tail is not None,
+                config=self._step_config,
             )
         return result
 

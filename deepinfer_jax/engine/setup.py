@@ -138,6 +138,8 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str) -> Ru
         numerics=config.numerics or RELEASED_NUMERICS,  # type: ignore[arg-type]
         rollback_tokens=max(MIN_ROLLBACK_TOKENS, config.max_backtracking_tokens),
         is_invariant=is_invariant,
+        replay_mode=config.replay_mode,  # type: ignore[arg-type]
+        replay_keep_tokens=config.replay_keep_tokens,
         kernels=config.kernels,
         target=target,
     )

@@ -30,7 +30,7 @@ class StepResult:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("num_rows", "num_logits", "config"),
+    static_argnames=("num_rows", "num_logits", "is_compact", "config"),
     donate_argnames=("state",),
     compiler_options=COMPILER_OPTIONS,
 )
@@ -43,13 +43,18 @@ def run_step(
     num_rows: int,
     num_logits: int,
     config: RuntimeConfig,
+    is_compact: bool = False,
 ) -> tuple[StepResult, State]:
-    """Forward and sampling for one packed batch (layout: `scheduler/batching.py`); the state is donated."""
+    """Forward and sampling for one packed batch (layout: `scheduler/batching.py`); the state is donated.
+
+    is_compact: only the tail rows of the batch, maybe none, run the decoder layers.
+    """
     fields = batching.fields_of(packed, num_rows=num_rows, num_logits=num_logits)
     batch = StepBatch(
         **{name: fields[name] for name in batching.ROW_FIELDS},
         page_table=page_table,
         logit_rows=fields["logit_rows"],
+        tail_rows=fields["tail_rows"] if is_compact else None,
     )
     output, state = forward(params, state, batch, config=config)
     sampled = sampling.sample(output.logits, _sample_rows(fields))

@@ -73,12 +73,18 @@ def forward(
             params, step, carry, padded.tail_rows, logit_rows, layers[boundary], config=config, stages=stages
         )
         layers = (replay.without_source(layers[boundary]), *layers[boundary + 1 :])
+        if padded.tail_rows.shape[0] == 0:
+            blank = jnp.zeros((batch.logit_rows.shape[0], config.model.vocab_size), jnp.float32)
+            return StepOutput(logits=blank, stages=_captured(stages, num_rows)), carry.state
     carry = _run_layers(params, step, carry, layers, config=config, stages=stages)
     if carry.features is not None:
         stages.note("main_hidden", carry.features.reshape(carry.features.shape[0], -1))
     logits = _head(params, carry, logit_rows, config=config, stages=stages)
-    captured = {name: value[:num_rows] for name, value in stages.finish().items()}
-    return StepOutput(logits=logits, stages=captured), carry.state
+    return StepOutput(logits=logits, stages=_captured(stages, num_rows)), carry.state
+
+
+def _captured(stages: Stages, num_rows: int) -> dict[str, Array]:
+    return {name: value[:num_rows] for name, value in stages.finish().items()}
 
 
 def _run_layers(

@@ -20,8 +20,10 @@ class StepBatch:
     slots: Int[Array, " T"]  # the request's state row; -1 for a padding row
     page_table: Int[Array, "S M"]  # page of each request's tokens m * page_tokens and following
     logit_rows: Int[Array, " N"]  # rows of this batch whose logits are wanted; -1 for a padding row
-    tail_starts: Int[Array, " S"] | None = None  # bounded replay: first position that decoder layers may look at
-    tail_rows: Int[Array, " U"] | None = None  # compact replay: rows that run the decoder layers, rising, then -1
+    tail_starts: Int[Array, " T"] | None = None  # bounded replay: first position that decoder layers may look at
+    tail_rows: Int[Array, " U"] | None = (
+        None  # compact replay: rows that run the decoder layers, rising, then -1; may be none
+    )
 
 
 @pytree_dataclass
@@ -84,18 +86,15 @@ def pad_rows(batch: StepBatch, *, multiple: int) -> StepBatch:
         slots=pad(batch.slots, -1),
         page_table=batch.page_table,
         logit_rows=batch.logit_rows,
-        tail_starts=batch.tail_starts,
+        tail_starts=None if batch.tail_starts is None else pad(batch.tail_starts, 0),
         tail_rows=batch.tail_rows,
     )
 
 
 def derive_rows(batch: StepBatch) -> Rows:
     """The row facts of a batch."""
-    if batch.tail_starts is None:
-        tail_start = jnp.zeros_like(batch.positions)
-    else:
-        tail_start = batch.tail_starts[jnp.maximum(batch.slots, 0)]
-    return rows_at(batch.positions, batch.slots, tail_start, batch.page_table)
+    tail_starts = jnp.zeros_like(batch.positions) if batch.tail_starts is None else batch.tail_starts
+    return rows_at(batch.positions, batch.slots, tail_starts, batch.page_table)
 
 
 def rows_at(

@@ -88,8 +88,3 @@ def _place_in(
     target = jnp.where(is_row, tail_rows, num_rows)
     places = places.at[target].set(jnp.arange(tail_rows.shape[0], dtype=jnp.int32), mode="drop")
     return places.at[wanted].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
-
-
-def tail_start(prompt_len: int, *, keep: int) -> int:
-    """The first position that runs the decoder layers: fixed by the prompt, whatever the chunks are."""
-    return max(0, prompt_len - keep)

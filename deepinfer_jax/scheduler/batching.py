@@ -1,7 +1,8 @@
 """A plan as one int32 array, padded to a compiled size: what a step is told in a single transfer.
 
-Layout, for T rows and N logit rows: the arrays of `ROW_FIELDS`, T numbers each, then those of `LOGIT_FIELDS`, N
-numbers each, back to back. Fields of `FLOAT_FIELDS` hold the bits of a float32, seed words those of a uint32.
+Layout, for T rows, N logit rows and U tail rows: the arrays of `ROW_FIELDS`, T numbers each, then those of
+`LOGIT_FIELDS`, N numbers each, then `tail_rows`, U numbers, back to back. U is 0 where every row runs every layer.
+Fields of `FLOAT_FIELDS` hold the bits of a float32, seed words those of a uint32.
 Padding rows have slot -1, padding logit rows -1; they sample greedily, so that they cause no work.
 """
 
@@ -14,7 +15,7 @@ from deepinfer_jax.sampling.params import NO_TOKEN, forced_token, seed_words, su
 from deepinfer_jax.scheduler.request import Request
 from deepinfer_jax.scheduler.slots import Plan
 
-ROW_FIELDS = ("tokens", "positions", "slots")
+ROW_FIELDS = ("tokens", "positions", "slots", "tail_starts")
 LOGIT_FIELDS = (
     "logit_rows",
     "seed_lo",
@@ -30,6 +31,7 @@ LOGIT_FIELDS = (
 FLOAT_FIELDS = frozenset({"inverse_temperature", "top_p"})
 _PADDING: dict[str, float] = {
     "slots": -1,
+    "tail_rows": -1,
     "logit_rows": -1,
     "inverse_temperature": 1.0,
     "top_p": 1.0,
@@ -40,35 +42,51 @@ _PADDING: dict[str, float] = {
 }
 
 
-def packed_len(num_rows: int, num_logits: int) -> int:
+def packed_len(num_rows: int, num_logits: int, num_tail: int = 0) -> int:
     """Numbers in the array of a step."""
-    return len(ROW_FIELDS) * num_rows + len(LOGIT_FIELDS) * num_logits
+    return len(ROW_FIELDS) * num_rows + len(LOGIT_FIELDS) * num_logits + num_tail
 
 
 def fields_of(packed: Any, *, num_rows: int, num_logits: int) -> dict[str, Any]:
     """The part of each field in a packed array, host or device, still int32."""
-    split = len(ROW_FIELDS) * num_rows
-    rows = packed[:split].reshape(len(ROW_FIELDS), num_rows)
-    logits = packed[split:].reshape(len(LOGIT_FIELDS), num_logits)
+    first = len(ROW_FIELDS) * num_rows
+    second = first + len(LOGIT_FIELDS) * num_logits
+    rows = packed[:first].reshape(len(ROW_FIELDS), num_rows)
+    logits = packed[first:second].reshape(len(LOGIT_FIELDS), num_logits)
     parts = {name: rows[i] for i, name in enumerate(ROW_FIELDS)}
-    return parts | {name: logits[i] for i, name in enumerate(LOGIT_FIELDS)}
+    parts |= {name: logits[i] for i, name in enumerate(LOGIT_FIELDS)}
+    return parts | {"tail_rows": packed[second:]}
 
 
-def pack_step(plan: Plan | None, *, num_rows: int, num_logits: int) -> Int32[np.ndarray, " L"]:
+def tail_rows(plan: Plan) -> list[int]:
+    """The rows of a step that run the decoder layers under compact replay."""
+    kept: list[int] = []
+    row = 0
+    for chunk in plan.chunks:
+        kept += range(row + max(chunk.request.tail_start - chunk.start, 0), row + chunk.length)
+        row += chunk.length
+    return kept
+
+
+def pack_step(plan: Plan | None, *, num_rows: int, num_logits: int, num_tail: int = 0) -> Int32[np.ndarray, " L"]:
     """The packed array of a plan; None gives a step of padding rows only."""
-    packed = np.zeros(packed_len(num_rows, num_logits), np.int32)
+    packed = np.zeros(packed_len(num_rows, num_logits, num_tail), np.int32)
     fields = fields_of(packed, num_rows=num_rows, num_logits=num_logits)
     views = {name: part.view(np.float32) if name in FLOAT_FIELDS else part for name, part in fields.items()}
     for name, value in _PADDING.items():
         views[name][:] = value
     if plan is None:
         return packed
+    if num_tail:
+        kept = tail_rows(plan)
+        views["tail_rows"][: len(kept)] = kept
     row = logit_row = 0
     for chunk in plan.chunks:
         end = row + chunk.length
         views["tokens"][row:end] = chunk.request.tokens_from(chunk.start, chunk.length)
         views["positions"][row:end] = np.arange(chunk.start, chunk.start + chunk.length)
         views["slots"][row:end] = chunk.request.slot
+        views["tail_starts"][row:end] = chunk.request.tail_start
         row = end
         if chunk.emits:
             views["logit_rows"][logit_row] = row - 1

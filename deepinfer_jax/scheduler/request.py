@@ -15,6 +15,7 @@ class Request:
     params: SamplingParams  # with the model's EOS as eos_id
     seed: int  # 64 bits
     max_model_len: int  # tokens of prompt and output that the caches hold
+    tail_start: int = 0  # bounded replay: first position that runs the decoder layers
     output: list[int] = dataclasses.field(default_factory=list)
     num_written: int = 0  # tokens whose rows are in the caches
     slot: int = -1

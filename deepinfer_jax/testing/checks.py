@@ -73,7 +73,7 @@ def check_stage(
     forced = np.asarray([bool(bad) and explains(row) for row, bad in enumerate(is_bad)], np.bool_)
     is_open = is_bad & ~forced & np.isfinite(errors)
     turned = is_open & (rule.measure == "ulp") & (tol.relative_errors(got, want) <= tol.TURNED_RELATIVE)
-    excused = is_open & ~turned & (_is_moved(comparison, name, rule) | is_after_tie)
+    excused = is_open & ~turned & (_is_moved(comparison, name, rule, errors) | is_after_tie)
     held = is_bad & ~forced & ~turned & ~excused
     return Check(
         name=name,
@@ -123,12 +123,12 @@ def bad_share(checks: Sequence[Check]) -> float:
     return sum(check.rows_bad for check in checks) / max(rows, 1)
 
 
-def _is_moved(comparison: Comparison, name: str, rule: tol.Rule) -> np.ndarray:
-    """Rows that noise on the inputs moved beyond the tolerance: the stage itself, or what its ids are chosen from."""
+def _is_moved(comparison: Comparison, name: str, rule: tol.Rule, errors: np.ndarray) -> np.ndarray:
+    """Rows that noise moved beyond the tolerance, and as far as they are off; or what their ids are chosen from."""
     moved = comparison.moved.get(name)
     if moved is None or tol.leaf_of(name) in tol.SELECTION_LEAVES:
         return np.zeros(len(comparison.want[name]), np.bool_)
-    result = moved > rule.tolerance
+    result = (moved > rule.tolerance) & (errors <= tol.MOVED_FACTOR * moved)
     chosen_from = _CHOSEN_FROM.get(tol.leaf_of(name))
     if chosen_from and (basis := comparison.moved.get(_sibling(name, chosen_from))) is not None:
         result |= basis > tol.rule_of(_sibling(name, chosen_from), basis, feeding="none").tolerance

@@ -1,6 +1,7 @@
 """Whole-model comparison in the float32 modes: nothing is put in place of a computed value unless a row needs it."""
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -16,15 +17,18 @@ from deepinfer_jax.testing.runner import Chunk, Runner
 NO_STAGES = frozenset({"window_idxs"})
 # Where attention ids may be forced in a decode step: recorded at every step.
 _STEP_IDS = "topk_idxs"
+# The streams that the tokens alone decide, Engram included: no selection and no cache lies in front of them.
+_START = "layers.0.stream_in"
 
-type Observed = list[dict[str, np.ndarray]]
+type Observed = Sequence[Mapping[str, np.ndarray]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
-    """How a part is run: as it is, or with recorded ids and the embedding (and noise on it) in place."""
+    """How a part is run: as it is, or with recorded ids and given first streams (and noise on them) in place."""
 
-    uses_recorded_ids: bool = False
+    captures_all: bool = False
+    starts: Observed = ()  # what an earlier run observed: its first streams are put in place, and the recorded ids
     noise_seed: int | None = None
 
 
@@ -36,6 +40,7 @@ class Part:
     sequences: list[str]
     wants: list[dict[str, np.ndarray]]
     observe: Callable[[Variant], Observed]
+    captures_all: bool = True  # whether a plain run captures every stage
     has_tied_steps: bool = False
 
 
@@ -43,8 +48,9 @@ def compare_whole(part: Part, *, candidate_block: int, tick: Callable[[str], Non
     """The checks of a part, with a second look at rows beyond their tolerance.
 
     The second look puts the recorded ids in place, so that everything behind a tie can be compared, and runs the part
-    again with float32 noise on the embedding: a row that moves beyond its tolerance by that stands on a boundary, and
-    no implementation can be held to it. Neither helps a wrong formula, which fails on rows that do not move.
+    again with float32 noise on the first layer's streams: a row that moves beyond its tolerance by that stands on a
+    boundary, or behind one, and no implementation can be held to it. Neither helps a wrong formula, which fails on
+    rows that do not move.
     """
 
     def compare(observed: Observed, moved: Sequence[Mapping[str, np.ndarray]]) -> list[Check]:
@@ -57,16 +63,19 @@ def compare_whole(part: Part, *, candidate_block: int, tick: Callable[[str], Non
         return checks
 
     tick(part.name)
-    checks = compare(part.observe(Variant()), [{} for _ in part.wants])
+    first = part.observe(Variant())
+    checks = compare(first, [{} for _ in part.wants])
     if all(c.rows_bad + c.rows_forced == 0 for c in checks) or bad_share(checks) > tol.MAX_EXCUSED:
         return checks
     tick(f"{part.name}: with recorded ids")
-    base = part.observe(Variant(uses_recorded_ids=True))
+    starts = first if part.captures_all else part.observe(Variant(captures_all=True))
+    base = part.observe(Variant(captures_all=True, starts=starts))
     checks = compare(base, [{} for _ in part.wants])
     if all(c.rows_bad == 0 for c in checks) and not part.has_tied_steps:
         return checks
     tick(f"{part.name}: with noise")
-    trials = [part.observe(Variant(uses_recorded_ids=True, noise_seed=s)) for s in range(tol.NUM_TRIALS)]
+    seeds = range(tol.NUM_TRIALS)
+    trials = [part.observe(Variant(captures_all=True, starts=starts, noise_seed=seed)) for seed in seeds]
     moved = [movements(base[i], [trial[i] for trial in trials]) for i in range(len(base))]
     return compare(base, moved)
 
@@ -77,10 +86,7 @@ def prefill_part(name: str, runner: Runner, sequences: Sequence[Recorded], *, st
     id_names = common_names(sequences, tol.SELECTION_LEAVES)
 
     def observe(variant: Variant) -> Observed:
-        forced = [
-            {**_ids_of(s.stages, id_names, variant), **_embedding(runner, c, variant)}
-            for s, c in zip(sequences, chunks, strict=True)
-        ]
+        forced = [_forced(s.stages, id_names, variant, i, "") for i, s in enumerate(sequences)]
         return [canonical(s) for s in running.run(runner, state, chunks, forced=forced).stages]
 
     wants = [canonical(comparable(s.stages)) for s in sequences]
@@ -111,13 +117,15 @@ def decode_part(
     has_ids = all(any(tol.leaf_of(n) == _STEP_IDS for n in step.stages) for item in items for step in item.steps)
 
     def observe(variant: Variant) -> Observed:
-        return _observe_decode(runner, items, variant, state=state, capture=capture)
+        wanted = running.ALL_STAGES if variant.captures_all else capture
+        return _observe_decode(runner, items, variant, state=state, capture=wanted)
 
     return Part(
         name=name,
         sequences=[item.prompt.name for item in items],
         wants=[decode_wants(item) for item in items],
         observe=observe,
+        captures_all=capture == running.ALL_STAGES,
         has_tied_steps=not has_ids,
     )
 
@@ -194,12 +202,13 @@ def _observe_decode(
     runner: Runner, items: Sequence[Decoding], variant: Variant, *, state: State, capture: tuple[str, ...]
 ) -> Observed:
     prompts = [Chunk(slot=i, start=0, tokens=item.prompt.tokens) for i, item in enumerate(items)]
-    forced = [_embedding(runner, chunk, variant) for chunk in prompts]
+    forced = [_forced({}, [], variant, i, "prompt.") for i in range(len(items))]
     ran = running.run(runner, state, prompts, forced=forced, capture=capture)
-    got: Observed = []
+    got: list[dict[str, np.ndarray]] = []
     for stages in ran.stages:
         logits = stages["logits"]
-        got.append({"prompt.prefill_logits": logits, **_with_greedy("prompt", {"logits": logits[-1:]})})
+        kept = {f"prompt.{name}": stages[name] for name in [_START] if name in stages}
+        got.append({**kept, "prompt.prefill_logits": logits, **_with_greedy("prompt", {"logits": logits[-1:]})})
     num_rows = running.decode_rows(len(items))
     for index in range(max(len(item.steps) for item in items)):
         active = [i for i, item in enumerate(items) if index < len(item.steps)]
@@ -208,14 +217,12 @@ def _observe_decode(
         ]
         steps = [items[i].steps[index] for i in active]
         names = [n for n in steps[0].stages if tol.leaf_of(n) == _STEP_IDS]
-        forced = [
-            {**_ids_of(s.stages, names, variant), **_embedding(runner, c, variant)}
-            for s, c in zip(steps, chunks, strict=True)
-        ]
+        prefix = step_prefix(index)
+        forced = [_forced(s.stages, names, variant, i, f"{prefix}.") for i, s in zip(active, steps, strict=True)]
         ran = running.run(runner, ran.state, chunks, forced=forced, capture=capture, num_rows=num_rows)
         for i, chunk, step, stages in zip(active, chunks, steps, ran.stages, strict=True):
             own = step_stages(runner, step, stages, ran.state, slot=i, length=chunk.positions.stop)
-            got[i] |= _with_greedy(step_prefix(index), own)
+            got[i] |= _with_greedy(prefix, own)
     for i, item in enumerate(items):
         length = len(item.prompt.tokens) + len(item.steps)
         for name in item.final_cache:
@@ -228,16 +235,16 @@ def _with_greedy(prefix: str, stages: Mapping[str, np.ndarray]) -> dict[str, np.
     return {**named, f"{prefix}.greedy_tokens": np.argmax(stages["logits"], axis=-1)}
 
 
-def _ids_of(stages: Mapping[str, np.ndarray], names: Sequence[str], variant: Variant) -> dict[str, np.ndarray]:
-    return {name: stages[name] for name in names} if variant.uses_recorded_ids else {}
-
-
-def _embedding(runner: Runner, chunk: Chunk, variant: Variant) -> dict[str, np.ndarray]:
-    """The chunk's own embedding rows, with float32 noise on them where the variant says so."""
-    if not variant.uses_recorded_ids:
+def _forced(
+    stages: Mapping[str, np.ndarray], names: Sequence[str], variant: Variant, sequence: int, prefix: str
+) -> dict[str, np.ndarray]:
+    """The recorded ids and the first streams of one chunk, with float32 noise on these where the variant says so."""
+    if not variant.starts:
         return {}
-    rows = np.asarray(runner.params.embed[np.asarray(chunk.tokens)]).astype(np.float32)
+    streams = variant.starts[sequence][prefix + _START]
     if variant.noise_seed is not None:
-        rng = np.random.default_rng((variant.noise_seed, chunk.slot, chunk.start))
-        rows = rows * (1 + tol.NOISE_RELATIVE * rng.standard_normal(rows.shape).astype(np.float32))
-    return {"embed": rows.astype(np.float32)}
+        # A seed of its own for every chunk: crc32 is the same in every process.
+        rng = np.random.default_rng((variant.noise_seed, sequence, zlib.crc32(prefix.encode())))
+        noise = tol.NOISE_RELATIVE * rng.standard_normal(streams.shape)
+        streams = (streams * (1 + noise)).astype(streams.dtype)
+    return {**{name: stages[name] for name in names}, _START: streams}

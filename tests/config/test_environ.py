@@ -133,7 +133,7 @@ def test_default_written_out_reads_as_the_default(name):
 def test_variables_have_distinct_fields_and_a_known_feature():
     fields = [variable.field for variable in environ.VARIABLES.values()]
     assert len(set(fields)) == len(fields)
-    features = {"model", "kernels", "engine", "sampling", "speculation"}
+    features = {"model", "replay", "kernels", "engine", "sampling", "speculation"}
     features |= {"sharding", "vision", "Ascend"}
     for variable in environ.VARIABLES.values():
         assert variable.lands_with in (features if variable.kind in "KA" else {""})
@@ -330,7 +330,6 @@ def test_value_that_turns_nothing_on_is_accepted(variable, off):
         "DEEPINFER_DECODE_TOKEN_BLACKLIST=3..5 needs sampling; (empty)",
         "DEEPINFER_XGRAMMAR_TIMEOUT=5 needs sampling; 20",
         "DEEPINFER_ZERO_OVERHEAD_SCHEDULING=1 needs engine; False",
-        "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE=mask needs engine; off",
         "DEEPINFER_PROFILE_HTTP_ENABLE=1 needs engine; False",
         "DEEPINFER_TORCH_PROFILER_DIR=/x needs engine; /",
         "DEEPINFER_MULTI_MODAL_BUFFER_SIZE=8 needs vision; 512",

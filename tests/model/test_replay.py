@@ -11,7 +11,6 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import StepBatch, make_batch
 from deepinfer_jax.model.params import Params
-from deepinfer_jax.model.replay import tail_start
 from deepinfer_jax.model.state import State
 from tests.model.running import assert_same_bits, compiled_forward, new_state, padded
 
@@ -25,10 +24,10 @@ def prompt(vocab_size: int) -> list[int]:
 def tail_batch(tokens: list[int], start: int, pages: np.ndarray, *, mode: str, end: int) -> StepBatch:
     """One chunk with the tail fixed by the whole prompt; compact lists the chunk's rows inside the tail."""
     batch = padded(make_batch([tokens], [start], [SLOT], pages))
-    first = tail_start(end, keep=KEEP)
+    first = max(0, end - KEEP)
     if mode == "off":
         return batch
-    batch = dataclasses.replace(batch, tail_starts=jnp.full((pages.shape[0],), first, jnp.int32))
+    batch = dataclasses.replace(batch, tail_starts=jnp.full_like(batch.positions, first))
     if mode == "mask":
         return batch
     rows = [i for i in range(len(tokens)) if start + i >= first]
@@ -96,7 +95,7 @@ def test_exact_tail_equals_off(tiny_a: tuple[Params, RuntimeConfig]):
     def last_row(first: int) -> np.ndarray:
         state, pages = new_state(config)
         batch = padded(make_batch([tokens], [0], [SLOT], pages))
-        batch = dataclasses.replace(batch, tail_starts=jnp.full((pages.shape[0],), first, jnp.int32))
+        batch = dataclasses.replace(batch, tail_starts=jnp.full_like(batch.positions, first))
         return np.asarray(step(params, state, batch)[0])[0]
 
     whole = last_row(0)

@@ -15,8 +15,8 @@ from deepinfer_jax.testing import compare
 
 EPS = 1e-20
 # A float32 projection over 64 channels in another order, then a pooling of two rows and a norm.
-LATENT_REL_L2 = 3e-7
-PAIR_REL_L2 = 2e-7
+LATENT_REL_L2 = 5e-7
+PAIR_REL_L2 = 4e-7
 
 
 def latents(x: jax.Array, wkv: jax.Array, wgate: jax.Array, norm: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from deepinfer_jax.testing import compare
 ROOT = Path(__file__).parent.parent.parent
 TILE = 8
 SAMPLED_ROWS = (8, 16, 24, 64, 200, 512)
-EVERY_ROWS = (*range(8, 65), *range(72, 257, 8), *range(250, 260), 300, 384, 400, 500, 511, 512)
+MANY_ROWS = (*range(8, 25), 32, 40, 63, 64, 65, 72, 100, 127, 128, 129, 200, 255, 256, 257, 384, 511, 512)
 # Output rows in the default run. The full head, 129,280 x 5,120 in float32, takes 2.6 GB; Engram's wkv is five
 # projections of this height. The slow tests run both in full.
 SAMPLED_OUTPUTS = {"head": 4096, "engram wkv": 5120}
@@ -105,7 +105,7 @@ def test_flash_product_rows_do_not_depend_on_the_batch(name: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FLASH)
 def test_flash_product_rows_do_not_depend_on_the_batch_at_more_sizes(name: str):
-    row_counts = (8, 16, 512) if name in SAMPLED_OUTPUTS else (*range(8, 73), 128, 200, 255, 256, 257, 384, 511, 512)
+    row_counts = (8, 16, 512) if name in SAMPLED_OUTPUTS else MANY_ROWS
     assert_first_rows_alike({name: FLASH[name]}, row_counts)
 
 
@@ -118,7 +118,7 @@ def test_tiny_product_rows_do_not_depend_on_the_batch(dtype: np.dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 def test_tiny_product_rows_do_not_depend_on_the_batch_at_more_sizes(dtype: np.dtype):
-    assert_first_rows_alike({name: (*shape[:2], dtype) for name, shape in TINY.items()}, EVERY_ROWS)
+    assert_first_rows_alike({name: (*shape[:2], dtype) for name, shape in TINY.items()}, MANY_ROWS)
 
 
 def softmax(x: jax.Array) -> jax.Array:
