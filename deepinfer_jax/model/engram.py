@@ -23,14 +23,23 @@ from deepinfer_jax.text.engram_vocab import EngramConstants, engram_constants
 
 @functools.cache
 def constants_of(config: ModelConfig) -> EngramConstants:
-    """Primes, offsets and multipliers of a model's Engram layers."""
-    return engram_constants(
+    """Primes, offsets and multipliers of a model's Engram layers. Raises ValueError for a table that is too short."""
+    constants = engram_constants(
         layer_ids=config.engram_layer_ids,
         max_ngram=config.engram_max_ngram_size,
         num_heads=config.engram_n_heads,
         vocab_base=config.engram_vocab_size,
         compressed_vocab_size=config.engram_compressed_vocab_size,
     )
+    for layer, rows, needed in zip(
+        config.engram_layer_ids, config.engram_num_embeddings, constants.num_rows, strict=True
+    ):
+        if rows < needed:
+            raise ValueError(
+                f"engram_num_embeddings={rows} of layer {layer} is below {needed}, the sum of the layer's bucket primes; "
+                "correct engram_num_embeddings or engram_vocab_size"
+            )
+    return constants
 
 
 def token_context(

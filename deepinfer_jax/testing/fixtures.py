@@ -43,7 +43,7 @@ class DecodeStep:
     """
 
     stages: Mapping[str, np.ndarray]
-    margin: float  # smallest selection margin of the whole step, rounded to 5 decimals when recorded
+    margin: float  # smallest selection margin of the whole step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -35,8 +35,6 @@ TIE_FRACTION_BF16 = 2.0**-7
 # layer the router's input itself is off by a turned rounding.
 ROUTER_TIE = 1e-5
 ROUTER_TIE_LAYER = 5e-3
-# Margins of a decode step are recorded with 5 decimals.
-STEP_MARGIN_ROUNDING = 5e-6
 # One FP4 code of one index query or key that turned moves a score by at most this share of the row's largest one.
 CROSSING_FRACTION = 0.1
 # Float32 noise put on the first streams to find rows that stand on a boundary: a few times what another order of sums
@@ -50,6 +48,7 @@ MOVED_FACTOR = 4.0
 MAX_EXCUSED = 0.5
 
 EQUAL_LEAVES = frozenset({"topk_idxs", "candidate_mask", "router_ids", "engram_rows", "greedy_tokens", "token_map"})
+TOKEN_LEAVES = frozenset({"engram_rows"})  # depend on the tokens alone
 SELECTION_LEAVES = frozenset({"topk_idxs", "candidate_mask"})
 MARGIN_LEAVES = frozenset({"topk_margin", "candidate_margin"})
 LOGIT_LEAVES = frozenset({"logits", "prefill_logits", "full_prefill_logits"})
@@ -150,19 +149,17 @@ def score_scale(scores: np.ndarray) -> np.ndarray:
     return np.max(np.abs(np.where(np.isfinite(scores), scores, 0.0)), axis=1, initial=0.0)
 
 
-def is_tie(
-    got: np.ndarray, want: np.ndarray, scores: np.ndarray, *, margin: float, slack: float, fraction: float
-) -> bool:
+def is_tie(got: np.ndarray, want: np.ndarray, scores: np.ndarray, *, margin: float, fraction: float) -> bool:
     """Whether two selections of one row differ by entries that may come in either order.
 
-    got, want: masks over the entries. The recorded margin must be below `fraction` of the row's scores (beyond the
-    `slack` that it was rounded by), and the exchanged entries must have equal computed scores in the same sense.
+    got, want: masks over the entries. The recorded margin must be below `fraction` of the row's scores, and the
+    exchanged entries must have equal computed scores in the same sense.
     """
     bound = fraction * float(score_scale(scores[None])[0])
     exchanged = scores[got != want]
     if not len(exchanged) or not np.isfinite(exchanged).all():
         return False
-    return margin <= bound + slack and float(np.ptp(exchanged)) <= bound
+    return margin <= bound and float(np.ptp(exchanged)) <= bound
 
 
 def is_router_tie(got: np.ndarray, want: np.ndarray, choice: np.ndarray, *, feeding: Feeding) -> bool:

@@ -53,12 +53,12 @@ def verify(
     progress("loading weights")
     runner = _make_runner(fixtures, prefills, decodes)
     lines = _token_map_lines(fixtures, runner)
-    remarks: list[str] = []
     if NUMERICS[mode].rounds_activations:
         more, remarks = verify_fed(runner, prefills, decodes, progress=progress)
         lines += more
     else:
-        lines += _verify_whole(runner, prefills, decodes, progress=progress)
+        more, remarks = _verify_whole(runner, prefills, decodes, progress=progress)
+        lines += more
     return Report(
         directory=str(fixture_dir),
         mode=mode,
@@ -101,7 +101,7 @@ def _verify_whole(
     decodes: dict[str, list[Decoding]],
     *,
     progress: Progress,
-) -> list[Line]:
+) -> tuple[list[Line], list[str]]:
     block, state = runner.config.model.candidate_block_size, running.empty_state(runner)
     parts = [prefill_part(kind, runner, sequences, state=state) for kind, sequences in prefills.items()]
     for kind, items in decodes.items():
@@ -112,9 +112,12 @@ def _verify_whole(
         if fulls := [recorded for item in items if (recorded := full_prefill(item))]:
             parts.append(prefill_part(f"{kind}: one prefill", runner, fulls, state=state))
     lines: list[Line] = []
+    remarks: list[str] = []
     for part in parts:
-        lines += lines_of(part.name, compare_whole(part, candidate_block=block, tick=progress))
-    return lines
+        checks, more = compare_whole(part, candidate_block=block, tick=progress)
+        lines += lines_of(part.name, checks)
+        remarks += more
+    return lines, remarks
 
 
 def _token_map_lines(fixtures: Fixtures, runner: Runner) -> list[Line]:

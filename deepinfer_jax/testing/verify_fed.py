@@ -25,13 +25,12 @@ _ONLY_RESULTS = (
     | tol.SCORE_LEAVES
     | tol.LOGIT_LEAVES
     | tol.STREAM_MEAN_LEAVES
-    | {"shared_expert_out", "engram_rows"}
+    | tol.TOKEN_LEAVES
+    | {"shared_expert_out"}
 )
 _LAYER_INPUTS = tol.SELECTION_LEAVES | {"stream_out", "router_ids", "final_hidden"}
 # A step is a complete capture when the input of its first sublayer is there.
 _COMPLETE = "attn_in"
-# Depends on the tokens alone, so it is compared where nothing else can be.
-_FROM_TOKENS = "engram_rows"
 
 type Stages = Mapping[str, np.ndarray]
 type Template = Mapping[str, np.ndarray]
@@ -108,7 +107,7 @@ def _fed_stages(stages: Stages, model: ModelConfig) -> dict[str, np.ndarray]:
     kept: dict[str, np.ndarray] = {}
     for name, value in comparable(stages).items():
         leaf = tol.leaf_of(name)
-        if leaf == _FROM_TOKENS or (leaf in tol.LOGIT_LEAVES and "final_hidden" in stages):
+        if leaf in tol.TOKEN_LEAVES or (leaf in tol.LOGIT_LEAVES and "final_hidden" in stages):
             kept[name] = value
         elif name.startswith("layers."):
             if int(name.split(".")[1]) < num_fed:
@@ -162,7 +161,7 @@ def _check_step(
     length = chunk.positions.stop
     wants = canonical(comparable(step.stages))
     if not is_fed:
-        wants = {name: value for name, value in wants.items() if tol.leaf_of(name) == _FROM_TOKENS}
+        wants = {name: value for name, value in wants.items() if tol.leaf_of(name) in tol.TOKEN_LEAVES}
         got = dict(computed)
     else:
         wants = {name: live_rows(value, name, length) for name, value in wants.items()}

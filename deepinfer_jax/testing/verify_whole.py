@@ -42,16 +42,24 @@ class Part:
     observe: Callable[[Variant], Observed]
     captures_all: bool = True  # whether a plain run captures every stage
     has_tied_steps: bool = False
+    settle: Callable[[Observed], "Part | None"] = lambda _: None  # another part to compare with, after a plain run
+    remarks: tuple[str, ...] = ()
 
 
-def compare_whole(part: Part, *, candidate_block: int, tick: Callable[[str], None]) -> list[Check]:
-    """The checks of a part, with a second look at rows beyond their tolerance.
+def compare_whole(
+    part: Part, *, candidate_block: int, tick: Callable[[str], None]
+) -> tuple[list[Check], tuple[str, ...]]:
+    """The checks of a part and remarks on them, with a second look at rows beyond their tolerance.
 
     The second look puts the recorded ids in place, so that everything behind a tie can be compared, and runs the part
     again with float32 noise on the first layer's streams: a row that moves beyond its tolerance by that stands on a
     boundary, or behind one, and no implementation can be held to it. Neither helps a wrong formula, which fails on
     rows that do not move.
     """
+
+    tick(part.name)
+    first = part.observe(Variant())
+    part = part.settle(first) or part
 
     def compare(observed: Observed, moved: Sequence[Mapping[str, np.ndarray]]) -> list[Check]:
         checks: list[Check] = []
@@ -62,22 +70,20 @@ def compare_whole(part: Part, *, candidate_block: int, tick: Callable[[str], Non
             checks += check_all(comparison, feeding="none", candidate_block=candidate_block)
         return checks
 
-    tick(part.name)
-    first = part.observe(Variant())
     checks = compare(first, [{} for _ in part.wants])
     if all(c.rows_bad + c.rows_forced == 0 for c in checks) or bad_share(checks) > tol.MAX_EXCUSED:
-        return checks
+        return checks, part.remarks
     tick(f"{part.name}: with recorded ids")
     starts = first if part.captures_all else part.observe(Variant(captures_all=True))
     base = part.observe(Variant(captures_all=True, starts=starts))
     checks = compare(base, [{} for _ in part.wants])
     if all(c.rows_bad == 0 for c in checks) and not part.has_tied_steps:
-        return checks
+        return checks, part.remarks
     tick(f"{part.name}: with noise")
     seeds = range(tol.NUM_TRIALS)
     trials = [part.observe(Variant(captures_all=True, starts=starts, noise_seed=seed)) for seed in seeds]
     moved = [movements(base[i], [trial[i] for trial in trials]) for i in range(len(base))]
-    return compare(base, moved)
+    return compare(base, moved), part.remarks
 
 
 def prefill_part(name: str, runner: Runner, sequences: Sequence[Recorded], *, state: State) -> Part:
@@ -94,44 +100,87 @@ def prefill_part(name: str, runner: Runner, sequences: Sequence[Recorded], *, st
 
 
 def full_prefill(decoding: Decoding) -> Recorded | None:
-    """The one prefill over prompt and greedy tokens, as far as the recording agrees with its own decode steps.
-
-    Both compute the same rows. From the first row on where they differ, one of the two recorded runs crossed a
-    quantisation boundary, and there is no single value to compare with.
-    """
+    """The one prefill over prompt and greedy tokens, as far as the recording agrees with its own decode steps."""
     if decoding.full_logits is None:
         return None
-    first = len(decoding.prompt.tokens) - 1
-    both = min(len(decoding.full_logits) - first, len(decoding.logits))
-    differs = np.max(np.abs(decoding.full_logits[first : first + both] - decoding.logits[:both]), axis=1)
-    beyond = np.flatnonzero(differs > tol.LOGIT_ABSOLUTE)
-    limit = first + int(beyond[0]) if len(beyond) else len(decoding.full_logits)
+    parting = parting_row(decoding)
+    limit = len(decoding.full_logits) if parting is None else len(decoding.prompt.tokens) - 1 + parting
     tokens = (*decoding.prompt.tokens, *decoding.greedy)[:limit]
     return Recorded(name=decoding.prompt.name, tokens=tokens, stages={"logits": decoding.full_logits[:limit]})
 
 
+def parting_row(decoding: Decoding) -> int | None:
+    """The first of the decoding's logits that the recorded prefill of the same tokens does not have as well.
+
+    Both compute the same rows. Where they part, one of the two recorded runs crossed a quantisation boundary: from
+    there on there is no single value to compare with, but two.
+    """
+    if decoding.full_logits is None:
+        return None
+    other = decoding.full_logits[len(decoding.prompt.tokens) - 1 :]
+    both = min(len(other), len(decoding.logits))
+    beyond = np.flatnonzero(np.max(np.abs(other[:both] - decoding.logits[:both]), axis=1) > tol.LOGIT_ABSOLUTE)
+    return int(beyond[0]) if len(beyond) else None
+
+
 def decode_part(
-    name: str, runner: Runner, items: Sequence[Decoding], *, state: State, capture: tuple[str, ...]
+    name: str,
+    runner: Runner,
+    items: Sequence[Decoding],
+    *,
+    state: State,
+    capture: tuple[str, ...],
+    branches: Mapping[int, int] | None = None,
 ) -> Part:
-    """Prefill and all greedy steps of several sequences, with the recorded tokens fed in."""
+    """Prefill and all greedy steps of several sequences, with the recorded tokens fed in.
+
+    branches: sequence -> the first of its logits from which on it is compared with the recorded prefill of the same
+    tokens instead of the recorded steps.
+    """
+    own = branches or {}
     has_ids = all(any(tol.leaf_of(n) == _STEP_IDS for n in step.stages) for item in items for step in item.steps)
 
     def observe(variant: Variant) -> Observed:
         wanted = running.ALL_STAGES if variant.captures_all else capture
-        return _observe_decode(runner, items, variant, state=state, capture=wanted)
+        return _observe_decode(runner, items, variant, state=state, capture=wanted, branches=own)
+
+    def settle(first: Observed) -> Part | None:
+        taken = {i: row for i, item in enumerate(items) if (row := _branch_of(item, first[i])) is not None}
+        return decode_part(name, runner, items, state=state, capture=capture, branches=taken) if taken else None
 
     return Part(
         name=name,
         sequences=[item.prompt.name for item in items],
-        wants=[decode_wants(item) for item in items],
+        wants=[decode_wants(runner, item, other_from=own.get(i)) for i, item in enumerate(items)],
         observe=observe,
         captures_all=capture == running.ALL_STAGES,
         has_tied_steps=not has_ids,
+        settle=settle,
+        remarks=tuple(
+            f"{name}: {items[i].prompt.name} is compared with full_prefill_logits from logits {row} on, where the "
+            "recorded steps and the recorded prefill of the same tokens part: the product has the prefill's values"
+            for i, row in own.items()
+        ),
     )
 
 
-def decode_wants(item: Decoding) -> dict[str, np.ndarray]:
-    """Everything recorded of a decoding under the names that `_observe_decode` uses."""
+def _branch_of(item: Decoding, observed: Mapping[str, np.ndarray]) -> int | None:
+    """Where the recordings part, if the product then has the values of the recorded prefill and not of the step."""
+    row = parting_row(item)
+    if not row or item.full_logits is None:
+        return None
+    got = observed[f"{step_prefix(row - 1)}.logits"][0]
+    other = item.full_logits[len(item.prompt.tokens) - 1 + row]
+    is_other = np.max(np.abs(got - other)) <= tol.LOGIT_ABSOLUTE < np.max(np.abs(got - item.logits[row]))
+    return row if is_other else None
+
+
+def decode_wants(runner: Runner, item: Decoding, *, other_from: int | None = None) -> dict[str, np.ndarray]:
+    """Everything recorded of a decoding under the names that `_observe_decode` uses.
+
+    From the logits `other_from` on, the recorded prefill takes the place of the steps, and of the final caches only
+    what was written before is left.
+    """
     greedy = np.asarray(item.greedy)
     wants: dict[str, np.ndarray] = {}
     if "logits" in item.prompt.stages:
@@ -142,11 +191,23 @@ def decode_wants(item: Decoding) -> dict[str, np.ndarray]:
         wants[f"{prefix}.step_margin"] = np.asarray([step.margin])
         length = len(item.prompt.tokens) + i + 1
         stages = canonical(comparable(step.stages))
+        logits, tokens = item.logits[i + 1 : i + 2], greedy[i + 1 : i + 2]
+        if other_from is not None and i + 1 >= other_from and item.full_logits is not None:
+            stages = {k: v for k, v in stages.items() if tol.leaf_of(k) in tol.TOKEN_LEAVES}
+            logits = item.full_logits[length - 1 : length]
+            tokens = np.argmax(logits, axis=1)
         wants |= {f"{prefix}.{k}": live_rows(v, k, length) for k, v in stages.items()}
-        wants[f"{prefix}.logits"] = item.logits[i + 1 : i + 2]
-        wants[f"{prefix}.greedy_tokens"] = greedy[i + 1 : i + 2]
+        if len(logits):
+            wants[f"{prefix}.logits"], wants[f"{prefix}.greedy_tokens"] = logits, tokens
     length = len(item.prompt.tokens) + len(item.steps)
-    wants |= {f"final_cache.{k}": live_rows(v, k, length) for k, v in item.final_cache.items()}
+    parting = length if other_from is None else len(item.prompt.tokens) - 1 + other_from
+    for name, value in item.final_cache.items():
+        rows = live_rows(value, name, length)
+        if parting < length and tol.leaf_of(name) in running.ENTRY_STAGES:
+            rows = rows[: parting // running.ratio_of(runner, name)]
+        elif parting < length:
+            rows = rows[: max(0, len(rows) - (length - parting))]
+        wants[f"final_cache.{name}"] = rows
     return wants
 
 
@@ -199,7 +260,13 @@ def step_stages(
 
 
 def _observe_decode(
-    runner: Runner, items: Sequence[Decoding], variant: Variant, *, state: State, capture: tuple[str, ...]
+    runner: Runner,
+    items: Sequence[Decoding],
+    variant: Variant,
+    *,
+    state: State,
+    capture: tuple[str, ...],
+    branches: Mapping[int, int],
 ) -> Observed:
     prompts = [Chunk(slot=i, start=0, tokens=item.prompt.tokens) for i, item in enumerate(items)]
     forced = [_forced({}, [], variant, i, "prompt.") for i in range(len(items))]
@@ -219,6 +286,9 @@ def _observe_decode(
         names = [n for n in steps[0].stages if tol.leaf_of(n) == _STEP_IDS]
         prefix = step_prefix(index)
         forced = [_forced(s.stages, names, variant, i, f"{prefix}.") for i, s in zip(active, steps, strict=True)]
+        for own, i in zip(forced, active, strict=True):
+            if own and index + 1 >= branches.get(i, len(items[i].greedy)):
+                own |= {n: variant.starts[i][f"{prefix}.{n}"] for n in names}  # recorded ids are of the other branch
         ran = running.run(runner, ran.state, chunks, forced=forced, capture=capture, num_rows=num_rows)
         for i, chunk, step, stages in zip(active, chunks, steps, ran.stages, strict=True):
             own = step_stages(runner, step, stages, ran.state, slot=i, length=chunk.positions.stop)

@@ -1,0 +1,112 @@
+"""What one step does, for every data-parallel rank: the copies of forked requests, then rows at positions of slots.
+
+All ranks run the same kind of step in the same compiled shape, so a shape is chosen by the largest rank.
+"""
+
+import dataclasses
+
+from deepinfer_jax.scheduler.sequence import Copy, Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Consecutive rows of one request: part of its prompt, or its next token and what may follow it.
+
+    start is exact in a prefill step and when draw_source is -1. Otherwise the step in front is unread, and start
+    assumes that it keeps all its rows: the device subtracts those it rejects.
+    """
+
+    sequence: Sequence
+    start: int  # position of the first row
+    length: int
+    draws: bool  # False in the middle of a prompt
+    draw_position: int  # of the first token drawn: behind a prompt's last row, or behind a decode chunk's first row
+    draw_source: int = -1  # place among `drawing` of the step in front whose token is this first row; -1: host has it
+    epoch: int  # of the sequence; results are dropped once it has moved on
+
+    @property
+    def end(self) -> int:
+        """Position behind the last row."""
+        return self.start + self.length
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the request ended or was preempted after this was planned."""
+        return self.epoch != self.sequence.epoch
+
+    @property
+    def output_index(self) -> int:
+        """Place in the output of the token at `draw_position`."""
+        return self.draw_position - len(self.sequence.prompt)
+
+    @property
+    def num_tail_rows(self) -> int:
+        """Rows that run the decoder layers under bounded replay."""
+        return max(0, self.end - max(self.start, self.sequence.tail_start))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """The part of one rank; empty where it has nothing to do in a step of this kind."""
+
+    chunks: tuple[Chunk, ...] = ()
+    copies: tuple[Copy, ...] = ()
+
+    @property
+    def drawing(self) -> tuple[Chunk, ...]:
+        """The chunks with a token to draw, in the order of the logit rows."""
+        return tuple(chunk for chunk in self.chunks if chunk.draws)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows without padding."""
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def num_tail_rows(self) -> int:
+        """Rows that run the decoder layers under bounded replay."""
+        return sum(chunk.num_tail_rows for chunk in self.chunks)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of the longest request, its new rows included."""
+        return max((chunk.end for chunk in self.chunks), default=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One step, all prefill or all decode."""
+
+    step: int  # plans are numbered without a gap, and committed in this order
+    is_prefill: bool
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of all ranks, in the order of the ranks."""
+        return tuple(chunk for rank in self.ranks for chunk in rank.chunks)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the largest rank."""
+        return max(rank.num_rows for rank in self.ranks)
+
+    @property
+    def num_drawing(self) -> int:
+        """Logit rows of the largest rank when each drawing chunk has one."""
+        return max(len(rank.drawing) for rank in self.ranks)
+
+    @property
+    def num_tail_rows(self) -> int:
+        """Rows of the largest rank that run the decoder layers under bounded replay."""
+        return max(rank.num_tail_rows for rank in self.ranks)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the largest rank."""
+        return max(len(rank.copies) for rank in self.ranks)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of the longest request."""
+        return max(rank.context_len for rank in self.ranks)

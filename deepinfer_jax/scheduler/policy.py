@@ -1,0 +1,86 @@
+"""The numbers that decide who runs next."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Sizes and policy. All sizes are those of one data-parallel rank.
+
+    Raises ValueError for combinations with which a request could wait for ever, naming the fields.
+    """
+
+    num_kv_tokens: int  # main-KV capacity in tokens; whole pages of it are used
+    page_tokens: int
+    max_num_seqs: int  # requests that hold a state slot
+    max_model_len: int  # tokens of prompt and output that the caches hold
+    max_num_batched_tokens: int  # rows of one step
+    num_ranks: int = 1
+    state_slots_ratio: float = 1.2  # state slots for each of max_num_seqs; the surplus covers the quarantine
+    max_prompts_ended: int = 2**30  # prompts that may end in one prefill step: its logit rows
+    max_decode_rows: int = 1  # rows of one request in a decode step: 1 and the drafts to verify
+    rollback_tokens: int = 6  # positions that a state may be ahead of a fork that takes it over
+    chunk_multiple: int = 1  # chunk ends, except a prompt's last, are multiples of it (context parallelism)
+    is_chunked: bool = True  # False keeps each prompt in one step
+    prefill_interval: int = 70  # decode steps between prefills when all ranks have prompts
+    prefill_any_interval: int = 100  # the same when only some have
+    prefill_max_key_tokens: int = 2**30  # cap on the summed key lengths of one prefill; its first chunk is exempt
+    stops_preempted: bool = False  # True ends a preempted request, False computes it again
+
+    def __post_init__(self) -> None:
+        counts = (
+            "page_tokens",
+            "max_num_seqs",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "num_ranks",
+            "max_prompts_ended",
+            "max_decode_rows",
+            "chunk_multiple",
+            "prefill_interval",
+            "prefill_any_interval",
+            "prefill_max_key_tokens",
+        )
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_kv_tokens < self.page_tokens:
+            raise ValueError(
+                f"num_kv_tokens={self.num_kv_tokens} is less than one page of {self.page_tokens} tokens; raise it"
+            )
+        if self.state_slots_ratio < 1:
+            raise ValueError(f"state_slots_ratio={self.state_slots_ratio} must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs * self.max_decode_rows:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs} * "
+                f"max_decode_rows={self.max_decode_rows}: a decode step could not serve every request; raise it"
+            )
+        if self.max_num_batched_tokens < self.chunk_multiple:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below chunk_multiple="
+                f"{self.chunk_multiple}: no chunk would fit; raise it"
+            )
+        if not self.is_chunked and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_model_len={self.max_model_len}; "
+                "raise it or allow chunks"
+            )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the paged caches."""
+        return self.num_kv_tokens // self.page_tokens
+
+    @property
+    def num_slots(self) -> int:
+        """State slots."""
+        return int(self.max_num_seqs * self.state_slots_ratio) + 1
+
+    @property
+    def max_pages(self) -> int:
+        """Columns of a page table."""
+        return self.pages_of(self.max_model_len)
+
+    def pages_of(self, num_tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-num_tokens // self.page_tokens)

@@ -1,0 +1,122 @@
+"""A request as the scheduler sees it: its tokens, when it ends, what it holds, and how far its rows are.
+
+Rows run ahead of tokens. A step is planned before the tokens of the step in front of it are known, so a request has
+rows that are launched but unread. `num_written` counts what has been read, `num_scheduled` assumes that every row of
+an unread step will be kept; a commit corrects it.
+"""
+
+import dataclasses
+from collections import abc
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A fork takes over its parent's state, and the page that its next row shares with rows of the parent.
+
+    All copies of a step read before any of them writes, and all write before the rows of the step.
+    """
+
+    source_slot: int
+    target_slot: int
+    source_page: int = -1  # -1: the next row opens a page
+    target_page: int = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When a request ends by itself."""
+
+    max_tokens: int  # output tokens
+    eos_id: int
+    ignore_eos: bool = False
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Sequence:
+    """One request. The caller fills the first part; the scheduler changes the rest."""
+
+    request_id: str
+    prompt: abc.Sequence[int]
+    limits: Limits
+    tail_start: int = 0  # bounded replay: fixed by the original prompt, the same after preemption and in a fork
+    options: Any = None  # sampling parameters, seed: carried, never looked at
+
+    output: list[int] = dataclasses.field(default_factory=list)  # tokens that were read, those of a fork's parent first
+    finish_reason: str = ""  # spec: interface 5.6
+    error: BaseException | None = None  # what broke the step that ended it
+    arrival: int = -1  # place in the order of arrival over all ranks
+    rank: int = -1  # data-parallel rank
+
+    slot: int = -1  # state slot, -1 while it waits
+    pages: list[int] = dataclasses.field(default_factory=list)  # page i holds tokens i * page_tokens and following
+    pending_copy: Copy | None = None  # of a fork: what the next step copies before its rows
+    prefill_len: int = 0  # rows below this position belong to prefill steps
+    num_written: int = 0  # positions whose rows were read and kept
+    rows_in_flight: int = 0  # rows of unread steps
+    draws_in_flight: int = 0  # unread steps that draw at least one token
+    draw_index: int = -1  # place among the drawing chunks of the last step that draws
+    state_end: int = 0  # positions that the slot's rings have seen; rejected rows count
+    last_step: int = -1  # last step that uses the slot
+    epoch: int = 0  # grows when the slot is given back: results planned before that are dropped
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, as far as the host knows them."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def num_scheduled(self) -> int:
+        """Positions with a row once every launched step is read, if all its rows are kept."""
+        return self.num_written + self.rows_in_flight
+
+    @property
+    def is_in_prefill(self) -> bool:
+        """Whether a row of the prompt, or of the output that a preemption has to recompute, is not launched yet."""
+        return self.num_scheduled < self.prefill_len
+
+    def tokens_from(self, start: int, count: int) -> abc.Sequence[int]:
+        """The known tokens among the `count` from position `start` on."""
+        num_prompt = len(self.prompt)
+        if start + count <= num_prompt:
+            return self.prompt[start : start + count]
+        from_prompt = list(self.prompt[start:])
+        return from_prompt + self.output[max(0, start - num_prompt) : start + count - num_prompt]
+
+    def stop_reason(self, max_model_len: int) -> str:
+        """Why the request ends with its last token, "" if it does not."""
+        if self.output and self.output[-1] == self.limits.eos_id and not self.limits.ignore_eos:
+            return "stop"
+        if len(self.output) >= self.limits.max_tokens or self.num_tokens > max_model_len:
+            return "length"
+        return ""
+
+    def may_draw(self, max_model_len: int) -> bool:
+        """Whether another token could follow when each unread step draws only one: else a row would be wasted."""
+        num_drawn = len(self.output) + self.draws_in_flight
+        return num_drawn < self.limits.max_tokens and len(self.prompt) + num_drawn <= max_model_len
+
+    def take_tokens(self, tokens: abc.Sequence[int], max_model_len: int) -> tuple[tuple[int, ...], str]:
+        """Appends tokens up to the one that ends the request; returns those taken and the reason."""
+        for count, token in enumerate(tokens, start=1):
+            self.output.append(token)
+            if reason := self.stop_reason(max_model_len):
+                return tuple(tokens[:count]), reason
+        return tuple(tokens), ""
+
+    def launch_rows(self, count: int, *, step: int, draw_index: int) -> None:
+        """Notes rows that a step computes; draw_index is -1 if it draws nothing for this request."""
+        self.rows_in_flight += count
+        self.state_end = max(self.state_end, self.num_scheduled)
+        self.last_step = step
+        if draw_index >= 0:
+            self.draws_in_flight += 1
+            self.draw_index = draw_index
+
+    def forget_rows(self) -> None:
+        """Back to the start: everything known has to be computed again, and results under way are void."""
+        self.slot, self.pages, self.pending_copy = -1, [], None
+        self.num_written = self.rows_in_flight = self.draws_in_flight = self.state_end = 0
+        self.draw_index = self.last_step = -1
+        self.prefill_len = self.num_tokens
+        self.epoch += 1

@@ -1,0 +1,145 @@
+"""The scheduler alone, driven at random: any order of arrivals, aborts, forks and broken steps, in tiny memory."""
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from deepinfer_jax.scheduler.policy import SchedulerConfig
+from tests.scheduler.device import Loop, check_invariants
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    page_tokens = draw(st.sampled_from([2, 4]))
+    max_num_seqs = draw(st.integers(1, 4))
+    max_decode_rows = draw(st.sampled_from([1, 1, 3, 6]))
+    max_model_len = draw(st.integers(4, 40))
+    chunk_multiple = draw(st.sampled_from([1, 2, 4]))
+    is_chunked = draw(st.booleans())
+    least = max(max_num_seqs * max_decode_rows, chunk_multiple, 0 if is_chunked else max_model_len)
+    return SchedulerConfig(
+        num_kv_tokens=draw(st.integers(page_tokens, 60)),
+        page_tokens=page_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=draw(st.integers(least, least + 12)),
+        num_ranks=draw(st.integers(1, 2)),
+        max_prompts_ended=draw(st.integers(1, 4)),
+        max_decode_rows=max_decode_rows,
+        chunk_multiple=chunk_multiple,
+        is_chunked=is_chunked,
+        prefill_interval=draw(st.integers(1, 4)),
+        prefill_any_interval=draw(st.integers(1, 6)),
+        prefill_max_key_tokens=draw(st.sampled_from([8, 2**30])),
+        stops_preempted=draw(st.booleans()),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Loop checks every row, every plan and every end; the invariants are checked between any two calls."""
+
+    @initialize(config=configs(), depth=st.integers(0, 1), seed=st.integers(0, 2**16))
+    def start(self, config: SchedulerConfig, depth: int, seed: int):
+        self.loop = Loop(config, depth=depth, seed=seed)
+
+    def pick(self, index: int) -> str:
+        unfinished = self.loop.unfinished
+        return unfinished[index % len(unfinished)]
+
+    def has_unfinished(self) -> bool:
+        return bool(self.loop.unfinished)
+
+    def has_unread(self) -> bool:
+        return bool(self.loop.unread)
+
+    @rule(prompt_len=st.integers(1, 44), max_tokens=st.integers(1, 12), ignore_eos=st.booleans())
+    def add_long(self, prompt_len: int, max_tokens: int, ignore_eos: bool):
+        self.loop.add(prompt_len, max_tokens, ignore_eos=ignore_eos)
+
+    @rule(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), max_tokens=st.integers(1, 20))
+    def add_short(self, lengths: list[int], max_tokens: int):
+        for length in lengths:
+            self.loop.add(length, max_tokens, ignore_eos=True)
+
+    @precondition(has_unfinished)
+    @rule(index=st.integers(0, 99))
+    def abort(self, index: int):
+        self.loop.abort(self.pick(index))
+
+    @precondition(has_unfinished)
+    @rule(index=st.integers(0, 99), num_dropped=st.sampled_from([0, 0, 1, 3, 9]), max_tokens=st.integers(1, 14))
+    def fork(self, index: int, num_dropped: int, max_tokens: int):
+        self.loop.fork(self.pick(index), num_dropped=num_dropped, max_tokens=max_tokens)
+
+    @rule(count=st.integers(1, 12))
+    def run(self, count: int):
+        for _ in range(count):
+            self.loop.step()
+            check_invariants(self.loop.scheduler)
+
+    @rule()
+    def run_one(self):
+        self.loop.step()
+
+    @precondition(has_unread)
+    @rule()
+    def flush(self):
+        self.loop.flush()
+
+    @precondition(has_unread)
+    @rule(state_is_lost=st.booleans())
+    def fail(self, state_is_lost: bool):
+        self.loop.fail(state_is_lost=state_is_lost)
+
+    @invariant()
+    def adds_up(self):
+        if hasattr(self, "loop"):
+            check_invariants(self.loop.scheduler)
+
+    def teardown(self):
+        if hasattr(self, "loop"):
+            self.loop.drain()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,  # the default run does not depend on luck
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@pytest.mark.parametrize("max_decode_rows", [1, 6], ids=["plain", "drafts"])
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+def test_thousands_of_steps_under_overload(depth: int, max_decode_rows: int, seed_from_name: int):
+    """More arrivals than the memory can serve for 1,500 steps: each is served in turn, and nothing stays behind."""
+    rng = random.Random(seed_from_name)
+    config = SchedulerConfig(
+        num_kv_tokens=96,
+        page_tokens=4,
+        max_num_seqs=6,
+        max_model_len=48,
+        max_num_batched_tokens=36,
+        max_decode_rows=max_decode_rows,
+        prefill_interval=7,
+        prefill_any_interval=10,
+    )
+    loop = Loop(config, depth=depth, seed=seed_from_name)
+    for _ in range(1500):
+        if rng.random() < 0.25 and len(loop.unfinished) < 40:
+            loop.add(rng.randint(1, 40), rng.randint(1, 30), ignore_eos=rng.random() < 0.5)
+        if rng.random() < 0.06 and loop.unfinished:
+            loop.fork(rng.choice(loop.unfinished), max_tokens=rng.randint(1, 20))
+        if rng.random() < 0.02 and loop.unfinished:
+            loop.abort(rng.choice(loop.unfinished))
+        loop.step()
+        check_invariants(loop.scheduler)
+    loop.drain()
+    counters = loop.scheduler.counters
+    assert min(counters.preemptions, counters.forks_copied, counters.forks_queued) > 0
+    assert counters.ended == len(loop.expected)
