@@ -36,7 +36,7 @@ def constants_of(config: ModelConfig) -> EngramConstants:
     ):
         if rows < needed:
             raise ValueError(
-                f"engram_num_embeddings={rows} of layer {layer} is below {needed}, the sum of the layer's bucket primes; "
+                f"engram_num_embeddings={rows} of layer {layer} is below {needed}, the sum of its bucket primes; "
                 "correct engram_num_embeddings or engram_vocab_size"
             )
     return constants
