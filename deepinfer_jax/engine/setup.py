@@ -131,7 +131,12 @@ def context_limit(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str) -> RuntimeConfig:
-    """The static configuration of every step."""
+    """The static configuration of every step. Raises NotImplementedError for a promise that the target cannot keep."""
+    if config.batch_invariant and target != "cpu":
+        raise NotImplementedError(
+            f"batch-invariant mode (DEEPINFER_BATCH_INVARIANT) cannot be promised on {target} in this version: XLA may "
+            "choose other products for other batch sizes there; unset it, or run on the cpu"
+        )
     is_invariant = target == "cpu" if config.batch_invariant is None else config.batch_invariant
     return RuntimeConfig(
         model=model,
