@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.checkpoint.load import load_params
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import make_batch

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from deepinfer_jax.checkpoint import names, write
-from deepinfer_jax.config.model import load_config
 from deepinfer_jax.config.places import cache_folder, shipped_config, writable_folder
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.model import params
 from deepinfer_jax.text import tiny_tokenizer
 

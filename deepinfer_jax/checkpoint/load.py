@@ -14,7 +14,8 @@ from deepinfer_jax.checkpoint.locate import locate_model
 from deepinfer_jax.checkpoint.names import DERIVED_LEAVES, expected_tensors
 from deepinfer_jax.checkpoint.shards import Shards, check_coverage, open_shards
 from deepinfer_jax.checkpoint.transform import leaf_sources, read_slice, zero_padded
-from deepinfer_jax.config.model import ModelConfig, load_config
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.model.params import LeafSpec, Params, build_params, init_params, leaf_at, schema
 from deepinfer_jax.model.shardings import part_sharding, placed_spec
 from deepinfer_jax.ops.quant import ScaledArray

@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, AxisType
 from deepinfer_jax.checkpoint.locate import locate_model
 from deepinfer_jax.checkpoint.names import DERIVED_LEAVES, TensorSpec, expected_tensors, inventory, payload_name
 from deepinfer_jax.config.args import EngineArgs, EngineConfig, resolve
-from deepinfer_jax.config.model import ModelConfig, load_config
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.costs import (
     CacheFigures,

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from deepinfer_jax.checkpoint.shards import read_file
-from deepinfer_jax.config.model import ModelConfig, load_config
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import NUMERICS
 
 KINDS = ("prefill_full", "prefill_light", "decode", "edge")  # files that `verify` reads, as {kind}_{mode}

@@ -11,7 +11,8 @@ import pytest
 from deepinfer_jax.checkpoint.load import load_params
 from deepinfer_jax.checkpoint.shards import INDEX_NAME, read_file
 from deepinfer_jax.checkpoint.write import write_file, write_released
-from deepinfer_jax.config.model import ModelConfig, load_config
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.model.params import Params
 
 TINY = Path(__file__).parent.parent / "data" / "tiny_a"

@@ -10,8 +10,8 @@ import pytest
 
 from deepinfer_jax import load_model
 from deepinfer_jax.checkpoint import embedded
-from deepinfer_jax.config.model import load_config
 from deepinfer_jax.config.places import shipped_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.roles import layer_roles
 from deepinfer_jax.model.params import init_params, leaf_at, schema
 from deepinfer_jax.text.tokenizer import load_tokenizer

@@ -17,7 +17,7 @@ from deepinfer_jax.checkpoint.load import load_model, load_params
 from deepinfer_jax.checkpoint.locate import locate_model
 from deepinfer_jax.checkpoint.names import inventory
 from deepinfer_jax.checkpoint.shards import read_file
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.model.params import init_params, leaf_at, schema
 from deepinfer_jax.model.shardings import param_shardings, placed_params
 from deepinfer_jax.ops.quant import ScaledArray, dequantize

@@ -8,7 +8,7 @@ import pytest
 
 from deepinfer_jax.checkpoint.names import GroupTotals, expected_tensors, inventory, scale_name
 from deepinfer_jax.checkpoint.shards import read_file
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 
 FLASH = Path(__file__).parents[2] / "configs" / "model" / "deepseek-v4.1-flash.json"
 

@@ -9,7 +9,7 @@ from deepinfer_jax.checkpoint.load import load_params
 from deepinfer_jax.checkpoint.names import expected_tensors, inventory
 from deepinfer_jax.checkpoint.shards import check_coverage, open_shards, read_file
 from deepinfer_jax.checkpoint.write import released_config, write_released
-from deepinfer_jax.config.model import load_config, parse_config
+from deepinfer_jax.config.released import load_config, parse_config
 from deepinfer_jax.parallel.mesh import make_mesh
 
 

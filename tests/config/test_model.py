@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from deepinfer_jax.config.model import ModelConfig, VisionConfig, load_config, parse_config
+from deepinfer_jax.config.model import ModelConfig, VisionConfig
+from deepinfer_jax.config.released import load_config, parse_config
 
 ROOT = Path(__file__).parent.parent.parent
 FLASH_FILE = ROOT / "configs" / "model" / "deepseek-v4.1-flash.json"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_jax.config.model import ModelConfig, load_config
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.roles import layer_roles, replay_boundary, sources_of_ratio
 
 ROOT = Path(__file__).parent.parent.parent

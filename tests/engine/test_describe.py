@@ -9,7 +9,7 @@ import pytest
 
 from deepinfer_jax import cli
 from deepinfer_jax.config.args import EngineArgs, resolve
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine import costs
 from deepinfer_jax.engine.describe import describe, parse_mesh, to_json, to_text

@@ -288,7 +288,7 @@ def test_default_context_gives_way_to_a_short_model(tiny_model, tmp_path):
     short = shutil.copytree(tiny_model, tmp_path / "short")
     (short / "config.json").write_text(json.dumps(raw))
     from deepinfer_jax.config.args import EngineArgs, resolve
-    from deepinfer_jax.config.model import load_config
+    from deepinfer_jax.config.released import load_config
     from deepinfer_jax.engine.setup import context_limit
 
     config = load_config(short)

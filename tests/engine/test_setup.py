@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from deepinfer_jax.config.args import EngineArgs, resolve
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.engine import setup
 from deepinfer_jax.engine.pipeline import Pipeline
 from deepinfer_jax.testing import tiny

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_jax.checkpoint.load import load_params
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.params import Params
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.describe import abstract_mesh
 from deepinfer_jax.model.params import schema
@@ -24,7 +24,7 @@ MAX_RSS_BYTES = 2 * 10**9  # of the process that lowers: code, traces and text, 
 # Runs in a process of its own, so that the peak of its memory is its own.
 LOWER = """
 import json, resource, sys
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.describe import abstract_mesh
 from deepinfer_jax.testing.abstract import StepSizes, lower_abstract

@@ -11,7 +11,8 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from deepinfer_jax.config.model import ModelConfig, load_config
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model import layer as layer_module
 from deepinfer_jax.model.params import abstract_params, layer_slice, schema

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.model.params import abstract_params, leaf_at, schema
 from deepinfer_jax.model.shardings import _STATE_AXES, param_shardings, placed_params, state_shardings
 from deepinfer_jax.model.state import State

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.config.model import ModelConfig, load_config
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.ops import hyper, invariant, moe
 from deepinfer_jax.ops.invariant import map_rows, ordered_sum, repeat, round_to, row_product
 from deepinfer_jax.ops.norm import rms_norm

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.text import detokenizer, tiny_tokenizer
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
 

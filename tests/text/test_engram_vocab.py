@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.text import engram_vocab, tiny_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"

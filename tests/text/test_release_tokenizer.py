@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepinfer_jax.config.model import load_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.text import chat, detokenizer, engram_vocab
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_jax.config.model import ModelConfig, load_config
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.text import tiny_tokenizer
 from deepinfer_jax.text.tokenizer import RELEASE_TOKENS, Tokenizer, load_tokenizer
 
