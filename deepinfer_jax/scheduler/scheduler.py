@@ -167,11 +167,13 @@ class Scheduler:
         """The next step. None if nothing can be done before an unread plan is committed, or at all."""
         if len(self._unread) > _MAX_UNREAD:
             raise ValueError(f"{len(self._unread)} plans are unread; commit plan {self._unread[0].step} first")
-        prefill_first = self._prefers_prefill()
-        return self._plan(is_prefill=prefill_first) or self._plan(is_prefill=not prefill_first)
+        if self._prefers_prefill() and (plan := self._plan(is_prefill=True)):
+            return plan
+        # A decode step that is empty may have ended a request, and so made room for a prompt.
+        return self._plan(is_prefill=False) or self._plan(is_prefill=True)
 
     def _prefers_prefill(self) -> bool:
-        """Whether prompts go first. The other kind of step is made when the preferred one has nothing to do.
+        """Whether prompts go first. They are tried in any case when nothing can decode.
 
         Behind a prefill comes one decode step, so that a long prompt holds up the others by one chunk at a time, then
         prefill again; when that finds nothing, the intervals count.

@@ -96,8 +96,8 @@ def test_prefill_is_tried_at_once_when_nothing_else_can_be_done():
 
 def test_no_new_prompt_above_ninety_percent_of_the_pages():
     loop = loop_of(num_kv_tokens=40, prefill_interval=1)
-    loop.add(33, 10, ignore_eos=True)  # 9 of 10 pages
-    assert kinds_of(loop, 6) == "PDPDPD"[:0] + "PPPPPD"  # nothing runs beside it
+    loop.add(33, 7, ignore_eos=True)  # 9 of 10 pages
+    assert kinds_of(loop, 6) == "PPPPPD"
     loop.add(1, 1)  # 90 % are not more than 90 %
     assert kinds_of(loop, 1) == "P"
     while loop.scheduler.ranks[0].pages.num_used < 10:
@@ -112,12 +112,13 @@ def test_no_new_prompt_above_ninety_percent_of_the_pages():
 
 def test_chunks_end_at_multiples_except_the_last():
     loop = loop_of(chunk_multiple=3)
-    loop.add(14, 1)
-    loop.add(4, 1)
-    assert [rows_of(loop.step()) for _ in range(3)] == [
+    loop.add(16, 1)
+    loop.add(5, 1)
+    assert [rows_of(loop.step()) for _ in range(4)] == [
         [("r0", 0, 6)],  # 2 rows are left, too few for a multiple
         [("r0", 6, 6)],
-        [("r0", 12, 2), ("r1", 0, 4)],
+        [("r0", 12, 4), ("r1", 0, 3)],
+        [("r1", 3, 2)],
     ]
 
 
@@ -182,9 +183,7 @@ def test_a_preempted_request_ends_where_that_is_asked_for():
     loop = loop_of(num_kv_tokens=40, max_num_batched_tokens=32, stops_preempted=True)
     sequences = [loop.add(8, 20, ignore_eos=True) for _ in range(3)]
     loop.drain()
-    assert [s.finish_reason for s in sequences] == ["length", "insufficient_system_resource"] * 1 + [
-        "insufficient_system_resource"
-    ]
+    assert [s.finish_reason for s in sequences] == ["length", *["insufficient_system_resource"] * 2]
     assert 0 < len(sequences[2].output) <= len(sequences[1].output) < 20
 
 
@@ -373,25 +372,36 @@ def test_a_broken_step_ends_its_own_requests_only():
     assert (second.finish_reason, second.error) == ("length", None)
 
 
+def lose_everything(loop: Loop) -> Sequence:
+    """The prefill of a new request breaks, and the state with it."""
+    loop.depth = 1
+    broken = loop.add(2, 2)
+    loop.step()
+    loop.fail(state_is_lost=True)
+    assert broken.finish_reason == "abort"
+    return broken
+
+
 def test_the_others_are_computed_again_when_the_state_is_lost():
-    loop = loop_of(depth=1)
+    loop = loop_of(prefill_interval=1)
     survivor = loop.add(6, 9, ignore_eos=True)
     for _ in range(3):
         loop.step()
-    loop.flush()
-    num_known = len(survivor.output)
-    assert num_known > 0
-    broken = loop.add(8, 9, ignore_eos=True)
-    while broken.slot < 0:
-        loop.step()
-    loop.unread[-1].plan.chunks[0].sequence is broken or loop.step()
-    while loop.unread[0].plan.chunks[0].sequence is not broken:
-        loop.commit()
-    loop.fail(state_is_lost=True)
-    assert broken.finish_reason == "abort"
-    assert (survivor.slot, survivor.prefill_len) == (-1, survivor.num_tokens)
+    lose_everything(loop)
+    assert (survivor.slot, survivor.prefill_len, survivor.num_tokens) == (-1, 9, 9)
     loop.drain()
     assert (survivor.finish_reason, len(survivor.output)) == ("length", 9)
+
+
+def test_forks_are_computed_again_when_the_step_that_copies_for_them_breaks():
+    loop, parent, child = forked(9, 2, prefill_interval=1)
+    loop.depth = 1
+    loop.add(2, 2)
+    plan = loop.step()
+    assert plan is not None and plan.is_prefill and plan.num_copies == 1
+    loop.fail(state_is_lost=False)
+    assert parent.slot == child.slot == -1
+    loop.drain()
 
 
 # Forks.
@@ -485,16 +495,15 @@ def test_fork_does_not_push_in_front_of_those_that_wait():
 
 
 def test_tail_start_survives_preemption_and_fork():
-    loop, parent, child = forked(9, 2)
+    loop, parent, child = forked(9, 2, prefill_interval=1)
     assert child.tail_start == parent.tail_start == 3
     plan = loop.step()
-    assert plan is not None and plan.num_tail_rows == 2
-    loop.fail(state_is_lost=True) if loop.unread else None
-    loop.scheduler._requeue(child)
-    assert child.tail_start == 3
-    plan = loop.scheduler.schedule()
-    assert plan is not None and plan.is_prefill
-    assert plan.num_tail_rows == plan.num_rows - 3
+    assert plan is not None and plan.num_tail_rows == plan.num_rows == 2
+    lose_everything(loop)
+    plan = loop.step()
+    assert plan is not None and rows_of(plan) == [("r0", 0, 12), ("r1", 0, 4)]
+    assert [chunk.num_tail_rows for chunk in plan.chunks] == [9, 1]
+    loop.drain()
 
 
 def test_fork_that_is_already_at_its_limit_ends_at_once():

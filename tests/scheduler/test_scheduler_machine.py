@@ -109,6 +109,7 @@ TestSchedulerMachine.settings = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
+    report_multiple_bugs=False,
     derandomize=True,  # the default run does not depend on luck
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -92,10 +92,10 @@ def _weight_behind_w2(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant, mode, stage",
     [
-        (_transposed_comb, "fp32_noqdq", "stream_mid"),
+        pytest.param(_transposed_comb, "fp32_noqdq", "stream_mid", marks=pytest.mark.slow),
         (_one_entry_less_visible, "fp32_noqdq", "topk_idxs"),
-        (_newest_block_not_pinned, "fp32_noqdq", "candidate_mask"),
-        (_rope_of_the_other_kind_of_layer, "fp32_noqdq", "attn_out"),
+        pytest.param(_newest_block_not_pinned, "fp32_noqdq", "candidate_mask", marks=pytest.mark.slow),
+        pytest.param(_rope_of_the_other_kind_of_layer, "fp32_noqdq", "attn_out", marks=pytest.mark.slow),
         (_weight_behind_w2, "q", "ffn_out"),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else value,
@@ -120,16 +120,17 @@ def _renamed(target: Path, file: str, names: dict[str, str], *, edit: Callable[[
     write_file(found, target / file)
 
 
-@pytest.fixture
-def other_directory(tmp_path: Path) -> Path:
-    """A directory of the same layout with other prompt names, without prompts, tokenizer's own map or other modes."""
-    for name in ("config.json", "tokenizer.json"):
+@pytest.fixture(
+    params=["weights_released", pytest.param("weights_bf16", marks=pytest.mark.slow)], ids=["released", "unpacked"]
+)
+def other_directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A directory of the same layout without the file of prompts, to be given recordings under other names."""
+    for name in ("config.json", "tokenizer.json", f"{request.param}.safetensors"):
         shutil.copy(TINY / name, tmp_path)
-    shutil.copy(TINY / "weights_bf16.safetensors", tmp_path)
     return tmp_path
 
 
-def test_other_prompt_names_and_unpacked_weights(other_directory: Path):
+def test_other_prompt_names(other_directory: Path):
     _renamed(other_directory, "prefill_light_fp32_noqdq.safetensors", {"p05": "short", "p08": "a.b"})
     report = verify(other_directory, "fp32_noqdq")
     assert report.is_ok, report.to_text()
