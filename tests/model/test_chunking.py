@@ -1,9 +1,13 @@
 """Chunked prefill, one-shot prefill and token-by-token decode are the same computation, bit for bit."""
 
+import functools
+
+import jax
 import numpy as np
 import pytest
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.model.backbone import decode_step
 from deepinfer_jax.model.batch import make_batch
 from deepinfer_jax.model.params import Params, init_params
 from deepinfer_jax.testing.random_config import VOCAB_SIZE, random_config
@@ -88,3 +92,14 @@ def test_padding_rows_write_nothing(tiny_a: tuple[Params, RuntimeConfig]):
     assert_same_bits(with_padding, exact)
     others = np.asarray(exact.window.payload)[:, [0, 2]]
     assert not others.any()
+
+
+def test_a_users_own_jit_gives_the_same_bits(tiny_a: tuple[Params, RuntimeConfig]):
+    """Every rounding is written out, so that a compiler that may keep excess precision has nothing to keep."""
+    params, base = tiny_a
+    config = RuntimeConfig(model=base.model, numerics="q")
+    results = []
+    for step in (compiled_forward(config), jax.jit(functools.partial(decode_step, config=config))):
+        state, pages = new_state(config)
+        results.append(step(params, state, padded(make_batch([[5, 6, 7]], [0], [1], pages, logits="all"))))
+    assert_same_bits(results[1], results[0])
