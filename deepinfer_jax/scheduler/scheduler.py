@@ -179,7 +179,7 @@ class Scheduler:
         prefill again; when that finds nothing, the intervals count.
         """
         have_prompts = [rank.has_prompts for rank in self.ranks]
-        if not any(have_prompts) or self._decodes_since_prefill == 0:
+        if not any(have_prompts):
             return False
         interval = self.config.prefill_interval if all(have_prompts) else self.config.prefill_any_interval
         return self._decodes_since_prefill == 1 or self._decodes_since_prefill >= interval

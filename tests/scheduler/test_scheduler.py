@@ -476,11 +476,57 @@ def test_fork_further_back_than_the_rings_reach_is_computed_again(num_dropped, i
     loop.drain()
 
 
-@pytest.mark.parametrize("num_steps", [0, 1], ids=["waiting", "in prefill"])
-def test_fork_of_a_request_without_its_prompt_waits_like_any_other(num_steps):
-    loop, _, child = forked(30, num_steps)
+def test_rejected_rows_count_when_a_fork_goes_back():
+    scheduler = Scheduler(config_of(max_decode_rows=6, max_num_batched_tokens=24))
+    parent = sequence_of("a", 3, max_tokens=50)
+    scheduler.add(parent)
+    commit_next(scheduler, {"a": [9]})
+    commit_next(scheduler, {"a": [9]})  # rows 3 to 8 were written, row 3 is kept
+    assert (parent.num_written, parent.state_end) == (4, 9)
+    near = scheduler.fork("a", "b", num_tokens=4)
+    assert near.slot >= 0 and near.state_end == 9
+    assert scheduler.fork("a", "c", num_tokens=3).slot == -1  # 7 positions back
+    scheduler.abort("c")
+    assert scheduler.fork("b", "d", num_tokens=3).slot == -1  # its state comes from the same ring
+
+
+@pytest.mark.parametrize(
+    "prompt_len, num_steps, depth",
+    [(30, 0, 0), (30, 1, 0), (9, 1, 1)],
+    ids=["waiting", "in prefill", "prompt unread"],
+)
+def test_fork_of_a_request_without_its_prompt_waits_like_any_other(prompt_len, num_steps, depth):
+    loop, _, child = forked(prompt_len, num_steps, depth=depth)
     assert child.slot == -1
     assert loop.scheduler.counters.forks_queued == 1
+    loop.drain()
+
+
+def test_slot_of_a_fork_is_in_quarantine_while_its_copy_is_unread():
+    loop, _, child = forked(9, 2, prefill_interval=1)
+    slot = child.slot
+    loop.depth = 1
+    loop.add(2, 2)
+    plan = loop.step()
+    assert plan is not None and plan.num_copies == 1 and "r1" not in [name for name, _, _ in rows_of(plan)]
+    loop.abort(child.request_id)
+    assert loop.scheduler.ranks[0].states.quarantined == {slot}
+    loop.drain()
+
+
+def test_fork_that_gives_way_before_its_copy_is_computed_from_its_tokens():
+    loop = loop_of(num_kv_tokens=40, max_num_batched_tokens=64)
+    first, second = (loop.add(prompt_len, 8, ignore_eos=True) for prompt_len in (24, 12))
+    loop.step()
+    child = loop.fork(first.request_id)
+    assert child.pending_copy is not None  # 9 of 10 pages are in use, and both parents need one more
+    loop.step()
+    assert (child.slot, second.slot) == (-1, -1)
+    plans = []
+    while loop.unfinished:
+        plans.append(loop.step())
+    assert [plan.num_copies for plan in plans if plan is not None] == [0] * len(plans)
+    assert child.finish_reason == "length"
     loop.drain()
 
 
@@ -489,6 +535,18 @@ def test_fork_does_not_push_in_front_of_those_that_wait():
     parent = loop.add(3, 30, ignore_eos=True)
     loop.step()
     waiting = loop.add(3, 3)
+    child = loop.fork(parent.request_id)
+    assert list(loop.scheduler.ranks[0].waiting) == [waiting, child]
+    loop.drain()
+
+
+def test_fork_takes_no_memory_that_those_in_front_lack():
+    loop = loop_of(num_kv_tokens=40, prefill_interval=1)
+    parent = loop.add(7, 20, ignore_eos=True)
+    loop.step()
+    waiting = loop.add(36, 1)
+    assert kinds_of(loop, 2) == "DD"  # the second one was to be a prefill
+    assert loop.scheduler.ranks[0].is_blocked and waiting.slot == -1
     child = loop.fork(parent.request_id)
     assert list(loop.scheduler.ranks[0].waiting) == [waiting, child]
     loop.drain()

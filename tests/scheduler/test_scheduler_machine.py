@@ -21,7 +21,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     is_chunked = draw(st.booleans())
     least = max(max_num_seqs * max_decode_rows, chunk_multiple, 0 if is_chunked else max_model_len)
     return SchedulerConfig(
-        num_kv_tokens=draw(st.integers(page_tokens, 60)),
+        num_kv_tokens=draw(st.integers(page_tokens, 80)),
         page_tokens=page_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -59,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_long(self, prompt_len: int, max_tokens: int, ignore_eos: bool):
         self.loop.add(prompt_len, max_tokens, ignore_eos=ignore_eos)
 
-    @rule(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), max_tokens=st.integers(1, 20))
+    @rule(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), max_tokens=st.integers(1, 30))
     def add_short(self, lengths: list[int], max_tokens: int):
         for length in lengths:
             self.loop.add(length, max_tokens, ignore_eos=True)
@@ -69,10 +69,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, index: int):
         self.loop.abort(self.pick(index))
 
+    @rule()
+    def abort_running(self):
+        for rank in self.loop.scheduler.ranks:
+            for sequence in tuple(rank.running):
+                self.loop.abort(sequence.request_id)
+
     @precondition(has_unfinished)
-    @rule(index=st.integers(0, 99), num_dropped=st.sampled_from([0, 0, 1, 3, 9]), max_tokens=st.integers(1, 14))
-    def fork(self, index: int, num_dropped: int, max_tokens: int):
-        self.loop.fork(self.pick(index), num_dropped=num_dropped, max_tokens=max_tokens)
+    @rule(
+        index=st.integers(0, 99),
+        drops=st.lists(st.sampled_from([0, 0, 1, 3, 9]), min_size=1, max_size=3),
+        max_tokens=st.integers(1, 30),
+    )
+    def fork(self, index: int, drops: list[int], max_tokens: int):
+        """A fork, and forks of that fork before it has run."""
+        request_id = self.pick(index)
+        for num_dropped in drops:
+            child = self.loop.fork(request_id, num_dropped=num_dropped, max_tokens=max_tokens)
+            if child.finish_reason:
+                return
+            request_id = child.request_id
 
     @rule(count=st.integers(1, 12))
     def run(self, count: int):
@@ -144,3 +160,34 @@ def test_thousands_of_steps_under_overload(depth: int, max_decode_rows: int, see
     counters = loop.scheduler.counters
     assert min(counters.preemptions, counters.forks_copied, counters.forks_queued) > 0
     assert counters.ended == len(loop.expected)
+
+
+@pytest.mark.parametrize("max_decode_rows", [1, 3], ids=["plain", "drafts"])
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "async"])
+def test_forks_in_ample_memory_take_over_pages_and_rings(depth: int, max_decode_rows: int, seed_from_name: int):
+    """Trees of forks, some from several tokens back and some of forks that have not run, with broken steps between."""
+    rng = random.Random(seed_from_name)
+    config = SchedulerConfig(
+        num_kv_tokens=2000,
+        page_tokens=4,
+        max_num_seqs=16,
+        max_model_len=60,
+        max_num_batched_tokens=64,
+        max_decode_rows=max_decode_rows,
+        prefill_interval=3,
+    )
+    loop = Loop(config, depth=depth, seed=seed_from_name)
+    for _ in range(350):
+        if len(loop.unfinished) < 6:
+            loop.add(rng.randint(1, 20), 40, ignore_eos=True)
+        while rng.random() < 0.5 and len(loop.unfinished) < 14:
+            parent_id = rng.choice(loop.unfinished[-3:])
+            loop.fork(parent_id, num_dropped=rng.choice([0, 1, 3, 6, 9]), max_tokens=rng.randint(20, 40))
+        if rng.random() < 0.1:
+            loop.abort(rng.choice(loop.unfinished))
+        if rng.random() < 0.05 and loop.unread:
+            loop.fail(state_is_lost=False)
+        loop.step()
+        check_invariants(loop.scheduler)
+    loop.drain()
+    assert min(loop.scheduler.counters.forks_copied, loop.scheduler.counters.forks_queued) > 25
