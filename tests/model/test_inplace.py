@@ -38,7 +38,7 @@ def model() -> ModelConfig:
         index_source_layer_ids=(1, 2, 3),
         candidate_source_layer_id=3,
         engram_layer_ids=(0,),
-        engram_num_embeddings=(300,),
+        engram_num_embeddings=(304,),
         num_nextn_predict_layers=0,
         dspark_target_layer_ids=(3,),
         n_routed_experts=256,
