@@ -2,6 +2,7 @@ import dataclasses
 import re
 import tempfile
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -386,3 +387,8 @@ def test_ineffective_variable_at_its_default_does_not_warn(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resolve(EngineArgs(), {name: "" if default is None else str(default)})
+
+
+def test_documented_table_is_the_one_in_code():
+    documented = Path(__file__).parents[2] / "docs" / "environment.md"
+    assert documented.read_text(encoding="utf-8").endswith("\n\n" + environ.markdown_table())
