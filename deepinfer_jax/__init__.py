@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.config.args import EngineArgs as EngineArgs
     from deepinfer_jax.config.args import EngineType as EngineType
     from deepinfer_jax.config.environ import envs as envs
+    from deepinfer_jax.engine.engine import LLMEngine as LLMEngine
     from deepinfer_jax.engine.llm import LLM as LLM
     from deepinfer_jax.model.backbone import decode_step as decode_step
     from deepinfer_jax.model.backbone import forward as forward
@@ -25,6 +26,7 @@ _EXPORTS = {
     "checkpoint.load": ("load_model",),
     "config.args": ("EngineArgs", "EngineType"),
     "config.environ": ("envs",),
+    "engine.engine": ("LLMEngine",),
     "engine.llm": ("LLM",),
     "model.backbone": ("decode_step", "forward", "prefill"),
     "model.params": ("init_params",),

@@ -5,7 +5,6 @@ that is not in `environ.LANDED` is refused with NotImplementedError; unset is of
 """
 
 import dataclasses
-import enum
 import functools
 import os
 import warnings
@@ -13,6 +12,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from deepinfer_jax.config import environ as variables
+from deepinfer_jax.config.forms import Value, parse_value
+from deepinfer_jax.config.resolved import DTYPES, EngineConfig, EngineType, show
+from deepinfer_jax.config.runtime import RuntimeConfig
 
 DEFAULT = "default"
 ARGUMENT = "argument"
@@ -20,16 +22,6 @@ SIZES = "derived from the other sizes"
 DEFAULT_MODEL_LEN = 4096  # tokens
 LOAD_FORMATS = ("auto", "dummy")
 _TABLE = variables.VARIABLES
-# Width of the streams under each numerics policy; `dtype` may only repeat it.
-DTYPES = {"float32": ("fp32_noqdq", "fp32"), "bfloat16": ("bf16", "q")}
-
-
-class EngineType(enum.Enum):
-    """What an engine does: everything, prompts only, or completions only."""
-
-    NORMAL = "NORMAL"
-    PROMPT = "PROMPT"
-    COMPLETION = "COMPLETION"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +30,9 @@ class EngineArgs:
 
     Wrong types raise TypeError and values outside their range ValueError, naming the field.
     `model` None is the embedded model. `batch_invariant`, `device`, `kernels` and `numerics` are
-    the variables of the same meaning. The mesh is (data parallel, context parallel).
+    the variables of the same meaning. The mesh is (data parallel, context parallel). Prompts of more
+    than `ignore_len` tokens end as too long; `gpu_memory_utilization` is the share of the device's
+    memory for weights and caches, and `num_kv_tokens` sets the capacity of the main KV instead.
     """
 
     model: str | os.PathLike[str] | None = None
@@ -131,7 +125,7 @@ def _check_values(args: EngineArgs) -> None:
     for name, variable in _SHARED.items():
         text = getattr(args, name)
         if isinstance(text, str) and name != "model":
-            object.__setattr__(args, name, variables.parse_value(name, variable.form, text))
+            object.__setattr__(args, name, parse_value(name, variable.form, text))
     if args.trust_remote_code:
         raise ValueError(
             "trust_remote_code=True is refused: code from a model directory is never executed; "
@@ -141,6 +135,17 @@ def _check_values(args: EngineArgs) -> None:
         raise ValueError(
             f"tensor_parallel_size={args.tensor_parallel_size} is refused: attention is data "
             "parallel and experts are expert parallel; leave tensor_parallel_size out"
+        )
+    page_tokens = RuntimeConfig.page_tokens
+    if args.tokens_per_block not in (-1, page_tokens):
+        raise ValueError(
+            f"tokens_per_block={args.tokens_per_block} is not the page size of {page_tokens} tokens; "
+            "leave tokens_per_block out"
+        )
+    if args.lookahead_tokens != 0:
+        raise ValueError(
+            f"lookahead_tokens={args.lookahead_tokens} is refused: drafts reserve their own room; leave "
+            "lookahead_tokens out, and set DEEPINFER_USE_NEXTN_DECODE for the number of drafts"
         )
 
 
@@ -153,128 +158,20 @@ def _check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> Non
 _SHARED = {v.field: v for v in _TABLE.values() if v.field in EngineArgs.__dataclass_fields__}
 # Field -> (feature, values that do not need it).
 _NEEDS: dict[str, tuple[str, tuple[object, ...]]] = {
-    "served_model_name": ("engine", ("deepinfer-model",)),
     "data_parallel_size": ("sharding", (0, 1)),
     "context_parallel_size": ("sharding", (1,)),
     "expert_parallel_size": ("sharding", (None, 1)),
     "engram_parallel_size": ("sharding", (0, 1)),
     "engine_rank": ("sharding", (0,)),
     "engine_group_rank": ("sharding", (0,)),
-    "gpu_memory_utilization": ("engine", (0.9,)),
-    "engine_type": ("engine", (EngineType.NORMAL,)),
-    "ignore_len": ("engine", (128 * 2**20,)),
-    "tokens_per_block": ("engine", (-1,)),
-    "lookahead_tokens": ("engine", (0,)),
+    "engine_type": ("transport", (EngineType.NORMAL,)),
     "mesh_shape": ("sharding", (None, (1, 1))),
-    "num_kv_tokens": ("engine", (None,)),
     **{v.field: (v.lands_with, (None, *v.off_values)) for v in _SHARED.values()},
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """The one resolved configuration; configs with equal values are equal, whatever the sources.
-
-    None is resolved later: `model` is the embedded one, `numerics` is the checkpoint's, `dtype` is
-    that of `numerics`, `batch_invariant` is on for cpu and off elsewhere, `seed` differs for each
-    request, `num_kv_tokens` is what memory allows.
-    """
-
-    model: str | None
-    served_model_name: str
-    tokenizer: str | None
-    trust_remote_code: bool
-    load_format: str
-    seed: int | None
-    max_model_len: int
-    data_parallel_size: int
-    context_parallel_size: int
-    expert_parallel_size: int
-    engram_parallel_size: int
-    engine_rank: int
-    engine_group_rank: int
-    gpu_memory_utilization: float
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    disable_log_stats: bool
-    revision: str | None
-    tokenizer_revision: str | None
-    stop_preempted_request: bool
-    engine_type: EngineType
-    chunked_prefill: bool
-    ignore_len: int
-    tokens_per_block: int
-    lookahead_tokens: int
-    offline_inference: bool
-    mesh_shape: tuple[int, int]
-    device: str
-    num_kv_tokens: int | None
-    dtype: str | None
-    tensor_parallel_size: int
-    numerics: str | None
-    kernels: str
-    batch_invariant: bool | None
-    jit_cache_dir: str | None
-    engram_pad_token: int
-    enforce_eager: bool
-    num_draft_tokens: int
-    max_backtracking_tokens: int
-    replay_mode: str
-    replay_keep_tokens: int
-    # (variable, value) of those variables that have no field of their own yet.
-    others: tuple[tuple[str, variables.Value], ...]
-    # (field or variable, source) in the order of `describe`.
-    sources: tuple[tuple[str, str], ...] = dataclasses.field(compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        cp, dp = self.context_parallel_size, self.data_parallel_size
-        if self.mesh_shape != (dp, cp):
-            raise ValueError(
-                f"mesh_shape={self.mesh_shape} contradicts data_parallel_size={dp} and "
-                f"context_parallel_size={cp}; give one of the two"
-            )
-        if self.expert_parallel_size != dp * cp:
-            raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} is not "
-                f"data_parallel_size * context_parallel_size = {dp * cp}; leave it out"
-            )
-        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
-                f"max_model_len={self.max_model_len}; raise it or set chunked_prefill=True"
-            )
-        if self.dtype and self.numerics and self.numerics not in DTYPES[self.dtype]:
-            raise ValueError(
-                f"dtype={self.dtype!r} contradicts numerics={self.numerics!r}; leave dtype out or "
-                f"choose numerics from {', '.join(DTYPES[self.dtype])}"
-            )
-
-        if self.replay_mode != "off" and self.replay_keep_tokens == 0:
-            raise ValueError(
-                f"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE={self.replay_mode} needs a tail length; "
-                "set DEEPINFER_YOCO_PREFILL_KEEP_TOKENS (140 is the usual value) or set the mode to off"
-            )
-
-    def value(self, name: str) -> Any:
-        """The value of a field, or of a `DEEPINFER_*` variable that has none."""
-        return dict(self.others)[name] if name in dict(self.others) else getattr(self, name)
-
-    def source(self, name: str) -> str:
-        """Where the value of a field or variable came from."""
-        return dict(self.sources)[name]
-
-    def describe(self) -> str:
-        """A table of every field and variable: name, value, source."""
-        rows = [(name, _show(self.value(name)), source) for name, source in self.sources]
-        rows.insert(0, ("field", "value", "source"))
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        return "\n".join(f"{n:<{widths[0]}}  {v:<{widths[1]}}  {s}" for n, v, s in rows)
-
-
-def _show(value: object) -> str:
-    if isinstance(value, enum.Enum):
-        return value.name
-    return "unset" if value is None else "(empty)" if value == "" else str(value)
+# Feature -> what to do without it, where that is not plain.
+_WITHOUT = {
+    "transport": "prefill/decode separation has no transport yet: use NORMAL and the snapshot calls of LLMEngine",
+}
 
 
 def resolve(args: EngineArgs, environ: Mapping[str, str] = variables.PROCESS_ENVIRON) -> EngineConfig:
@@ -308,7 +205,7 @@ def resolve(args: EngineArgs, environ: Mapping[str, str] = variables.PROCESS_ENV
     )
 
 
-def _resolve_variables(environ: Mapping[str, str], beaten: Collection[str]) -> dict[str, tuple[variables.Value, str]]:
+def _resolve_variables(environ: Mapping[str, str], beaten: Collection[str]) -> dict[str, tuple[Value, str]]:
     """(value, source) by variable; those of a `beaten` field may name a missing feature."""
     for name in environ:
         if name.startswith(variables.PREFIX) and name not in _TABLE:
@@ -325,9 +222,7 @@ def _resolve_variables(environ: Mapping[str, str], beaten: Collection[str]) -> d
     return found
 
 
-def _resolve_variable(
-    variable: variables.Variable, environ: Mapping[str, str], is_beaten: bool
-) -> tuple[variables.Value, str]:
+def _resolve_variable(variable: variables.Variable, environ: Mapping[str, str], is_beaten: bool) -> tuple[Value, str]:
     name, default = variable.name, variable.default_value
     has_feature = variable.kind in ("N", "-")
     if name not in environ:
@@ -347,10 +242,11 @@ def _resolve_variable(
 def _require(label: str, value: object, feature: str, accepted: tuple[object, ...]) -> None:
     if feature in variables.LANDED or value in accepted:
         return
-    allowed = ", ".join(_show(each) for each in accepted)
+    allowed = ", ".join(show(each) for each in accepted)
+    advice = f"; {_WITHOUT[feature]}" if feature in _WITHOUT else ""
     raise NotImplementedError(
-        f"{label}={_show(value)} needs {feature}, which has not landed in this version; "
-        f"allowed now: {allowed}; change or unset {label}"
+        f"{label}={show(value)} needs {feature}, which has not landed in this version; "
+        f"allowed now: {allowed}; change or unset {label}{advice}"
     )
 
 
@@ -390,5 +286,8 @@ def _derive(values: dict[str, Any], sources: dict[str, str]) -> None:
         fill("engram_parallel_size", ranks, SIZES)
     if values["dtype"] == "float32" and values["numerics"] is None:
         fill("numerics", "fp32", "derived from dtype")
-    if "engine" not in variables.LANDED and not values["disable_log_stats"]:
-        fill("disable_log_stats", True, "derived: engine has not landed")
+    if values["tokens_per_block"] == -1:
+        fill("tokens_per_block", RuntimeConfig.page_tokens, "derived: the page size")
+    if sources["async_scheduling"] == DEFAULT:
+        is_async = values["engine_type"] in (EngineType.NORMAL, EngineType.COMPLETION)
+        fill("async_scheduling", is_async, "derived from engine_type")

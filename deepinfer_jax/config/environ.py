@@ -6,152 +6,23 @@ has its documented default even while its feature is missing; what is in force i
 """
 
 import difflib
-import math
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from deepinfer_jax.config import forms
+from deepinfer_jax.config.forms import BOOL, COUNT, GIB, STEPS, TEXT, Form, Value, choice
 from deepinfer_jax.config.runtime import NumericsName
 
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
-# Names in use: model, replay, kernels, engine, sampling, speculation, sharding, vision, Ascend.
-LANDED: frozenset[str] = frozenset({"model", "replay"})
+# Names in use: model, replay, kernels, engine, sampling, speculation, sharding, vision, transport, Ascend.
+LANDED: frozenset[str] = frozenset({"model", "replay", "engine"})
 
 PREFIX = "DEEPINFER_"
 PROCESS_ENVIRON: Mapping[str, str] = os.environ
 DEVICES = ("auto", "cpu", "nvidia", "ascend")
-MAX_TOKEN_ID = 2**31 - 1
-GIB = 2**30
-
-Real = int | float
-Value = bool | int | float | str | tuple[float, ...] | None
-
-
-@dataclass(frozen=True)
-class Form:
-    """How the text of a variable becomes a value; `parse` raises ValueError with the reason."""
-
-    kind: str
-    allowed: str
-    parse: Callable[[str], Value]
-
-
-def parse_value(label: str, form: Form, text: str) -> Value:
-    """The value of `text`; `label` is the variable or argument that the error names."""
-    try:
-        return form.parse(text.strip())
-    except ValueError as error:
-        raise ValueError(
-            f"{label}={text!r} is refused: {error}; allowed: {form.allowed}; correct or unset it"
-        ) from error
-
-
-def _parse_bool(text: str) -> bool:
-    words = {"0": False, "false": False, "off": False, "no": False}
-    words |= {"1": True, "true": True, "on": True, "yes": True}
-    if text.lower() not in words:
-        raise ValueError("not a bool")
-    return words[text.lower()]
-
-
-def _parse_int(text: str) -> int:
-    if not re.fullmatch(r"[+-]?[0-9]+", text):
-        raise ValueError("not an integer")
-    return int(text)
-
-
-def _parse_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise ValueError("not a number") from error
-    if not math.isfinite(value):
-        raise ValueError("not finite")
-    return value
-
-
-def _bounded(kind: str, read: Callable[[str], Real], low: Real, high: Real = math.inf) -> Form:
-    def parse(text: str) -> Value:
-        value = read(text)
-        if not low <= value <= high:
-            raise ValueError("out of bounds")
-        return value
-
-    return Form(kind, f"{kind} >= {low}" if high == math.inf else f"{kind} in {low}..{high}", parse)
-
-
-def choice(*names: str) -> Form:
-    """One of `names`, exactly as written."""
-
-    def parse(text: str) -> str:
-        if text not in names:
-            raise ValueError("not one of the choices")
-        return text
-
-    return Form("choice", ", ".join(names), parse)
-
-
-def _parse_kernels(text: str) -> str:
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", text):
-        raise ValueError("not an implementation name")
-    return text
-
-
-def _parse_bytes(text: str) -> int:
-    units = {"": 1, "kib": 2**10, "mib": 2**20, "gib": GIB}
-    match = re.fullmatch(r"([1-9][0-9]*) ?([a-z]*)", text.lower())
-    if match is None or match[2] not in units:
-        raise ValueError("not a byte count")
-    return int(match[1]) * units[match[2]]
-
-
-def _parse_imbalance(text: str) -> float:
-    value = _parse_float(text)
-    if value != 0 and value < 1:
-        raise ValueError("neither 0 nor at least 1")
-    return value
-
-
-def _parse_temperatures(text: str) -> float | tuple[float, ...]:
-    values = tuple(_parse_float(part.strip()) for part in text.split(","))
-    if min(values) <= 0:
-        raise ValueError(f"{min(values)} is not above 0")
-    return values[0] if len(values) == 1 else values
-
-
-def token_ranges(text: str) -> tuple[range, ...]:
-    """Token ids of `0..3,7,10..12`, ends included; they rise strictly, and "" holds none."""
-    ranges: list[range] = []
-    last = -1
-    for part in text.split(",") if text else ():
-        match = re.fullmatch(r"([0-9]+)(?:\.\.([0-9]+))?", part.strip())
-        if match is None:
-            raise ValueError(f"{part.strip()!r} is neither an id nor a range")
-        first, end = int(match[1]), int(match[2] or match[1])
-        if first <= last or end < first:
-            raise ValueError(f"{part.strip()!r} does not rise")
-        if end > MAX_TOKEN_ID:
-            raise ValueError(f"{end} is above {MAX_TOKEN_ID}")
-        ranges.append(range(first, end + 1))
-        last = end
-    return tuple(ranges)
-
-
-BOOL = Form("bool", "0, 1, true, false, on, off, yes, no (any case)", _parse_bool)
-TEXT = Form("str", "any text, empty is unset", lambda text: text or None)
-BYTES = Form("bytes", "an integer >= 1, with KiB, MiB or GiB after it if wanted", _parse_bytes)
-KERNELS = Form("choice", "auto, reference, or the name of an implementation", _parse_kernels)
-IMBALANCE = Form("float", "0 (off) or a number >= 1", _parse_imbalance)
-TEMPERATURES = Form("float or list", "numbers above 0, commas between them", _parse_temperatures)
-RANGES = Form("str", "rising ids and ranges, as in 0..3,7", lambda text: text if token_ranges(text) else "")
-ANY_INT = Form("int", "an integer", _parse_int)
-COUNT, STEPS = _bounded("int", _parse_int, 0), _bounded("int", _parse_int, 1)
-PORT = _bounded("int", _parse_int, 1, 65535)
-LEVEL = _bounded("int", _parse_int, 0, 3)
-RATIO, SECONDS = _bounded("float", _parse_float, 1.0), _bounded("float", _parse_float, 0.0)
 
 
 @dataclass(frozen=True)
@@ -205,7 +76,7 @@ def read_variable(variable: Variable, environ: Mapping[str, str]) -> Value:
     text = environ.get(variable.name)
     if text is None:
         return variable.default_value
-    value = parse_value(variable.name, variable.form, text)
+    value = forms.parse_value(variable.name, variable.form, text)
     return variable.default_value if value is None else value
 
 
@@ -247,13 +118,13 @@ _TABLE = (
              "rearrange on the step after a prefill", field="eplb_after_prefill"),
     Variable("DEEPINFER_MOE_LB_STAT_INTERVAL", STEPS, 128, "sharding",
              "steps per balance statistic", field="moe_balance_interval_steps"),
-    Variable("DEEPINFER_FORCE_IMBALANCE_RATIO", IMBALANCE, 0.0, "sharding",
+    Variable("DEEPINFER_FORCE_IMBALANCE_RATIO", forms.IMBALANCE, 0.0, "sharding",
              "benchmark: unbalanced routing, at least 1 when on"),
     Variable("DEEPINFER_FORCE_LOAD_BALANCE", BOOL, False, "sharding", "benchmark: even routing"),
     Variable("DEEPINFER_SHOW_EPLB_DETAIL", BOOL, False, "sharding", "table of expert loads"),
     Variable("DEEPINFER_PREFILL_MAX_SUM_SEQLEN_K", STEPS, 2**30, "engine",
              "cap on the summed key lengths of one prefill", field="prefill_max_key_tokens"),
-    Variable("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", BYTES, 10 * GIB, "engine",
+    Variable("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", forms.BYTES, 10 * GIB, "engine",
              "workspace of index attention, sets its chunk size"),
     Variable("DEEPINFER_USE_NEXTN_DECODE", COUNT, 5, "speculation",
              "maximum draft length, 0 is off", field="num_draft_tokens", off=(0,)),
@@ -262,13 +133,13 @@ _TABLE = (
     Variable("DEEPINFER_MAX_BACKTRACKING_TOKENS", COUNT, 0, "speculation",
              "history kept for going back, at least drafts + 1",
              derive=("DEEPINFER_USE_NEXTN_DECODE", lambda value, drafts: max(value, drafts + 1))),
-    Variable("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", TEMPERATURES, 1.0, "speculation",
+    Variable("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", forms.TEMPERATURES, 1.0, "speculation",
              "temperature of the confidence head, one or one per draft position"),
     Variable("DEEPINFER_ENGRAM_PAD_TOKEN", COUNT, 2, "model", "pad id for n-gram windows"),
     Variable("DEEPINFER_ENGRAM_FORCE_GPU_STORAGE", BOOL, False, "sharding",
              "Engram tables on the device instead of the host", field="engram_on_device"),
     Variable("DEEPINFER_SAMPLER_FORCE_TOPK", COUNT, 0, "sampling", "sample among the k best only"),
-    Variable("DEEPINFER_DECODE_TOKEN_BLACKLIST", RANGES, "", "sampling",
+    Variable("DEEPINFER_DECODE_TOKEN_BLACKLIST", forms.RANGES, "", "sampling",
              "ids never emitted, as in `0..3,7,10..12`, strictly rising", field="token_blacklist"),
     Variable("DEEPINFER_ENFORCE_EAGER", BOOL, False, "model", "no decode buckets compiled ahead"),
     Variable("DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL", STEPS, 8, "engine",
@@ -281,7 +152,7 @@ _TABLE = (
              "cache for the decode performance curve", field="decode_cost_cache_dir"),
     Variable("DEEPINFER_DECODE_PERF_CACHE_TTL_SEC", COUNT, 3600, "speculation",
              "seconds for which a cached curve is valid", field="decode_cost_cache_ttl_s"),
-    Variable("DEEPINFER_NUM_STATE_SLOTS_RATIO", RATIO, 1.2, "engine",
+    Variable("DEEPINFER_NUM_STATE_SLOTS_RATIO", forms.RATIO, 1.2, "engine",
              "state slots per sequence slot", field="state_slots_ratio"),
     Variable("DEEPINFER_PREFILL_STORE_EXTRA_STATE", BOOL, False, "engine",
              "keep window state for later turns", field="store_extra_state"),
@@ -290,7 +161,7 @@ _TABLE = (
     Variable("DEEPINFER_XGRAMMAR_DEBUG", BOOL, False, "sampling", "verbose grammar matcher"),
     Variable("DEEPINFER_XGRAMMAR_TIMEOUT", STEPS, 20, "sampling", "seconds to compile a grammar"),
     Variable("DEEPINFER_XGRAMMAR_DISABLE_CACHE", BOOL, False, "sampling", "no grammar cache"),
-    Variable("DEEPINFER_XGRAMMAR_CACHE_LIMIT_BYTES", ANY_INT, 10 * GIB, "sampling",
+    Variable("DEEPINFER_XGRAMMAR_CACHE_LIMIT_BYTES", forms.ANY_INT, 10 * GIB, "sampling",
              "cap of the grammar cache, 0 or less is unlimited", field="grammar_cache_bytes"),
     Variable("DEEPINFER_SO_BUILDER_CPUS", STEPS, 4, "sampling", "CPUs for grammar builders"),
     Variable("DEEPINFER_PREFILL_ATTEMPT_INTERVAL", STEPS, 70, "engine",
@@ -298,7 +169,8 @@ _TABLE = (
     Variable("DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL", STEPS, 100, "engine",
              "decode steps between prefills when any rank has work"),
     Variable("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", BOOL, False, "engine",
-             "launch a step before the last one is read", field="async_scheduling"),
+             "launch a step before the last one is read; NORMAL and COMPLETION engines turn it on unless it is set",
+             field="async_scheduling"),
     Variable("DEEPINFER_LOGGING_INTERVAL_STEP", STEPS, 100, "engine",
              "steps between lines of statistics", field="logging_interval_steps"),
     Variable("DEEPINFER_NCCL_MEMORY_SAMPLE_INTERVAL_STEPS", STEPS, 1000, "",
@@ -319,7 +191,7 @@ _TABLE = (
     Variable("DEEPINFER_ENABLE_MEMORY_TRACING", BOOL, False, "engine",
              "memory trace on rank 0", field="memory_tracing", kind="A"),
     Variable("DEEPINFER_PROFILE_HTTP_ENABLE", BOOL, False, "engine", "profiling endpoint"),
-    Variable("DEEPINFER_PROFILE_HTTP_PORT_BASE", PORT, 6070, "engine",
+    Variable("DEEPINFER_PROFILE_HTTP_PORT_BASE", forms.PORT, 6070, "engine",
              "port of the profiling endpoint, plus the device id"),
     Variable("DEEPINFER_TORCH_PROFILER_DIR", TEXT, tempfile.gettempdir, "engine",
              "trace output; unset: the system temp directory", field="trace_dir", kind="A"),
@@ -327,19 +199,19 @@ _TABLE = (
     Variable("DEEPINFER_MULTIMODAL_POOL_SIZE_GB", COUNT, 8, "",
              "size of the image pool per rank", field="multimodal_pool_gb", kind="N"),
     Variable("DEEPINFER_MULTI_MODAL_BUFFER_SIZE", STEPS, 512, "vision", "image queue size"),
-    Variable("DEEPINFER_MULTI_MODAL_WORKER_TIMEOUT", SECONDS, 1800.0, "vision",
+    Variable("DEEPINFER_MULTI_MODAL_WORKER_TIMEOUT", forms.SECONDS, 1800.0, "vision",
              "seconds before an image worker counts as hung", field="image_worker_timeout_s"),
     Variable("DEEPINFER_HF_MODEL_DIR", TEXT, None, "model",
              "checkpoint to use when no model is given", field="model"),
     Variable("DEEPINFER_CPP_LOG_LEVEL", TEXT, None, "", "C++ log level", kind="N"),
-    Variable("DEEPINFER_FUSED_SAMPLE_STRESS_TEST", ANY_INT, 1, "", "a DeepInfer test", kind="-"),
+    Variable("DEEPINFER_FUSED_SAMPLE_STRESS_TEST", forms.ANY_INT, 1, "", "a DeepInfer test", kind="-"),
     Variable("DEEPINFER_FUSED_SAMPLE_DETAIL_LOG", TEXT, None, "", "a DeepInfer test", kind="-"),
-    Variable("DEEPINFER_JAX_KERNELS", KERNELS, "auto", "kernels",
+    Variable("DEEPINFER_JAX_KERNELS", forms.KERNELS, "auto", "kernels",
              "reference, auto, or one implementation for all ops", off=("auto", "reference")),
     Variable("DEEPINFER_JAX_NUMERICS", choice(*get_args(NumericsName)), None, "model",
              "arithmetic; unset: from the checkpoint"),
     Variable("DEEPINFER_JAX_PREFIX_CACHE", choice("off", "exact", "replay"), "exact", "engine",
-             "reuse of computed prompt prefixes", off=("off",)),
+             "reuse of computed prompt prefixes: off, exact, or replay (approximate)"),
     Variable("DEEPINFER_JAX_SPEC_MODE", choice("match", "rejection", "block"), "match",
              "speculation", "rule that accepts a draft"),
     Variable("DEEPINFER_JAX_GRAMMAR_WHITESPACE", COUNT, 8, "sampling",
@@ -351,7 +223,7 @@ _TABLE = (
     Variable("DEEPINFER_JAX_ASCEND_SYNC_TIMEOUT_MS", STEPS, 600000, "Ascend",
              "milliseconds for a stream synchronisation"),
     Variable("DEEPINFER_JAX_ASCEND_BLOCKING", BOOL, False, "Ascend", "wait after each operator"),
-    Variable("DEEPINFER_JAX_ASCEND_DETERMINISM", LEVEL, None, "Ascend",
+    Variable("DEEPINFER_JAX_ASCEND_DETERMINISM", forms.LEVEL, None, "Ascend",
              "determinism level of CANN; unset: CANN's own"),
     Variable("DEEPINFER_JAX_SIM_FAULTS", TEXT, None, "Ascend", "fault plan of the simulator, JSON"),
 )

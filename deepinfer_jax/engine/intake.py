@@ -1,7 +1,8 @@
 """The arguments of `generate`, checked as a whole before anything is queued (spec: interface 5.2, 5.4)."""
 
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -32,24 +33,55 @@ def read_tasks(
     *,
     tokenizer: Tokenizer | None,
     model: ModelConfig,
-    max_model_len: int,
+    max_len: int,
+    has_replay: bool,
 ) -> list[Task]:
-    """One task for each prompt, in order. Raises ValueError or TypeError, naming the prompt's index."""
-    if multi_modal_data is not None:
-        raise NotImplementedError("multi_modal_data needs vision, which has not landed in this version; leave it out")
+    """One task for each prompt, in order. Raises ValueError or TypeError, naming the prompt's index.
+
+    max_len: tokens of the longest prompt that can ever run. has_replay: whether bounded replay is on.
+    """
+    _refuse_images(multi_modal_data)
     given = _given_prompts(prompts, prompt_token_ids)
     params = _given_params(sampling_params, len(given))
     tasks: list[Task] = []
     for index, (prompt, options) in enumerate(zip(given, params, strict=True)):
         ids = _prompt_ids(prompt, index, tokenizer, model)
-        if len(ids) > max_model_len:
+        if len(ids) > max_len:
             raise ValueError(
-                f"prompt {index} has {len(ids)} tokens, more than max_model_len={max_model_len}; "
-                "shorten it or raise max_model_len"
+                f"prompt {index} has {len(ids)} tokens, more than the {max_len} that can run here "
+                "(max_model_len, num_kv_tokens and ignore_len); shorten it or raise these"
             )
-        _check_params(options, index, model)
-        tasks.append(Task(ids, dataclasses.replace(options, eos_id=model.eos_token_id)))
+        tasks.append(Task(ids, _ready_params(options, index, model, has_replay=has_replay)))
     return tasks
+
+
+def read_request(
+    prompt_token_ids: TokenIds,
+    params: SamplingParams,
+    multi_modal_data: Any,
+    *,
+    model: ModelConfig,
+    has_replay: bool,
+) -> Task:
+    """The task of a single request. Raises ValueError or TypeError."""
+    _refuse_images(multi_modal_data)
+    if isinstance(prompt_token_ids, str):
+        raise TypeError("prompt_token_ids is a string; encode it, or use LLM.generate")
+    return Task(_prompt_ids(prompt_token_ids, 0, None, model), _ready_params(params, 0, model, has_replay=has_replay))
+
+
+def read_checkpoints(positions: Iterable[int] | None, prompt_len: int) -> frozenset[int]:
+    """Positions at which a prompt is to be cut. Raises ValueError for one that is not inside it."""
+    checkpoints = frozenset(positions or ())
+    for position in checkpoints:
+        if isinstance(position, bool) or not isinstance(position, int) or not 0 < position <= prompt_len:
+            raise ValueError(f"chunk_checkpoints has {position!r}; give positions from 1 to {prompt_len}, the prompt")
+    return checkpoints
+
+
+def _refuse_images(multi_modal_data: Any) -> None:
+    if multi_modal_data is not None:
+        raise NotImplementedError("multi_modal_data needs vision, which has not landed in this version; leave it out")
 
 
 def _given_prompts(prompts: Prompts, prompt_token_ids: TokenLists) -> Sequence[str | TokenIds]:
@@ -130,7 +162,15 @@ def _prompt_ids(prompt: str | TokenIds, index: int, tokenizer: Tokenizer | None,
     return tuple(int(token_id) for token_id in ids)
 
 
-def _check_params(params: SamplingParams, index: int, model: ModelConfig) -> None:
+def _ready_params(params: SamplingParams, index: int, model: ModelConfig, *, has_replay: bool) -> SamplingParams:
+    """Checked parameters, with what the engine sets."""
+    if params.prompt_logprobs and has_replay:
+        warnings.warn(
+            "prompt_logprobs is off: with bounded replay most of a prompt has none "
+            "(set DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE to off to get them)",
+            stacklevel=2,
+        )
+        params = dataclasses.replace(params, prompt_logprobs=False)
     refuse_unsupported(params)
     for place, token_id in enumerate(params.golden_token_ids or ()):
         if token_id != NO_TOKEN and token_id >= model.vocab_size:
@@ -138,3 +178,4 @@ def _check_params(params: SamplingParams, index: int, model: ModelConfig) -> Non
                 f"golden_token_ids[{place}]={token_id} of prompt {index} is outside the vocabulary "
                 f"0..{model.vocab_size - 1}; correct it, or give -1 to sample there"
             )
+    return dataclasses.replace(params, eos_id=model.eos_token_id)

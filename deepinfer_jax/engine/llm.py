@@ -1,23 +1,19 @@
 """`LLM`: prompts in, texts or token objects out (spec: interface 5)."""
 
+import contextlib
 import dataclasses
 import difflib
 import os
-import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tqdm import tqdm
 
-from deepinfer_jax.config.args import EngineArgs, resolve
+from deepinfer_jax.config.args import EngineArgs
 from deepinfer_jax.engine import intake
-from deepinfer_jax.engine.buckets import LOGIT_ROWS, make_buckets, prefill_limit
-from deepinfer_jax.engine.outputs import Drawn, RequestOutput, request_outputs
-from deepinfer_jax.engine.pipeline import Pipeline
-from deepinfer_jax.engine.setup import load_engine_model
-from deepinfer_jax.sampling.params import request_seed
-from deepinfer_jax.scheduler.request import Request
-from deepinfer_jax.scheduler.slots import SlotScheduler
+from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.engine.outputs import RequestOutput, fold_end
+from deepinfer_jax.scheduler.sequence import Sequence
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 # Offline use differs from a service in these defaults.
@@ -26,6 +22,17 @@ _OFFLINE_DEFAULTS: dict[str, Any] = {
     "stop_preempted_request": False,
     "offline_inference": True,
 }
+
+
+_ID_PREFIX = "generate-"  # of requests that `generate` makes, beside those that users add to the engine
+
+
+class GenerationError(RuntimeError):
+    """Some requests failed while they ran. `results` holds the outputs of all, in order."""
+
+    def __init__(self, message: str, results: list[list[RequestOutput]]) -> None:
+        super().__init__(message)
+        self.results = results
 
 
 class LLM:
@@ -37,8 +44,8 @@ class LLM:
     seed: sampling seeds that are not given follow from it and from a prompt's place in its call, so that a call can
         be repeated; `SamplingParams.seq_seed` is the seed of one request. None: another seed for every request.
     decode_sequence: True returns texts, False a list of `RequestOutput` for each prompt.
-    Other keywords are those of `EngineArgs`. Everything that can fail fails here: the model is loaded, and the
-    smallest step compiled, unless DEEPINFER_ENFORCE_EAGER leaves that to the first call.
+    Other keywords are those of `EngineArgs`. Everything that can fail fails here: the model is loaded, and every
+    step compiled, unless DEEPINFER_ENFORCE_EAGER leaves that to the calls that need them.
     """
 
     def __init__(
@@ -66,31 +73,15 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             **(_OFFLINE_DEFAULTS | kwargs),
         )
-        self._config = resolve(args)
         self._decode_sequence = decode_sequence
-        loaded = load_engine_model(self._config)
-        if decode_sequence and loaded.tokenizer is None:
+        self._engine: LLMEngine | None = LLMEngine.from_engine_args(args)
+        if decode_sequence and self._engine.tokenizer is None:
+            self.close()
             raise ValueError(
                 "decode_sequence=True needs a tokenizer, and this model has none; "
                 "give tokenizer=, or decode_sequence=False for token ids"
             )
-        self._tokenizer, self._model_config = loaded.tokenizer, loaded.runtime.model
-        self._max_model_len, self._tail_start = loaded.max_model_len, loaded.runtime.tail_start
-        num_slots = min(self._config.max_num_seqs, self._config.max_num_batched_tokens)
-        max_rows = prefill_limit(
-            self._config.max_num_batched_tokens,
-            is_chunked=self._config.chunked_prefill,
-            target=loaded.runtime.target,
-        )
-        max_pages = -(-self._max_model_len // loaded.runtime.page_tokens)
-        buckets = make_buckets(max_prefill_rows=max_rows, num_slots=num_slots, max_pages=max_pages)
-        self._scheduler = SlotScheduler(
-            num_slots, max_rows=max_rows, max_emitting=LOGIT_ROWS, is_chunked=self._config.chunked_prefill
-        )
-        self._pipeline: Pipeline | None = Pipeline(loaded, buckets, num_slots=num_slots)
         self._num_requests = 0
-        if not self._config.enforce_eager:
-            self._pipeline.warm_up()
 
     def generate(
         self,
@@ -104,85 +95,121 @@ class LLM:
 
         prompts: a string or a list of strings. prompt_token_ids: lists of ids; with both given, the ids are used.
         sampling_params: one for all prompts, or one for each; None is `SamplingParams()`. Nothing runs before every
-        argument is checked, and after an exception the engine can be used again.
+        argument is checked, and after an exception the engine can be used again. A request that fails while it runs
+        has a finish reason that says so; where texts are wanted, `GenerationError` is raised once all have ended.
         """
-        pipeline = self._require_open()
+        engine = self.engine
+        sequences = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data)
+        outputs: dict[str, list[RequestOutput]] = {sequence.request_id: [] for sequence in sequences}
+        bar = tqdm(total=len(outputs), desc="generating", unit="prompt", disable=None if use_tqdm else True)
+        with self._owning(outputs), bar:
+            while any(not found or not found[-1].finished for found in outputs.values()):
+                for output in engine.step():
+                    if output.request_id in outputs:
+                        outputs[output.request_id].append(output)
+                        bar.update(output.finished)
+        results = [fold_end(found) for found in outputs.values()]
+        if not self._decode_sequence:
+            return results
+        _raise_failures(results, sequences)
+        tokenizer = self.get_tokenizer()
+        return [tokenizer.decode(sequence.output) for sequence in sequences]
+
+    def stream(
+        self,
+        prompts: intake.Prompts = None,
+        sampling_params: intake.ParamsArgument = None,
+        prompt_token_ids: intake.TokenLists = None,
+        multi_modal_data: Any = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """The outputs of `generate` as they come: (place of the prompt, output).
+
+        The arguments are checked now, the requests run while the iterator is read, and closing it aborts them.
+        """
+        sequences = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data)
+        return self._stream({sequence.request_id: place for place, sequence in enumerate(sequences)})
+
+    def _stream(self, places: dict[str, int]) -> Iterator[tuple[int, RequestOutput]]:
+        num_left = len(places)
+        with self._owning(places):
+            while num_left:
+                for output in self.engine.step():
+                    if output.request_id in places:
+                        num_left -= output.finished
+                        yield places[output.request_id], output
+
+    def _add(
+        self,
+        prompts: intake.Prompts,
+        prompt_token_ids: intake.TokenLists,
+        sampling_params: intake.ParamsArgument,
+        multi_modal_data: Any,
+    ) -> list[Sequence]:
+        """Checks every argument, then queues the requests."""
+        engine = self.engine
         tasks = intake.read_tasks(
             prompts,
             prompt_token_ids,
             sampling_params,
             multi_modal_data,
-            tokenizer=self._tokenizer,
-            model=self._model_config,
-            max_model_len=self._max_model_len,
+            tokenizer=engine.tokenizer,
+            model=engine.model,
+            max_len=engine.max_prompt_len,
+            has_replay=engine.runtime.replay_mode != "off",
         )
-        requests = [self._make_request(index, task) for index, task in enumerate(tasks)]
-        drawn = self._run(pipeline, requests, use_tqdm=use_tqdm)
         first_id = self._num_requests
-        self._num_requests += len(requests)
-        if self._decode_sequence:
-            return [self.get_tokenizer().decode(request.output) for request in requests]
+        self._num_requests += len(tasks)
         return [
-            request_outputs(
-                request,
-                drawn[request.index],
-                request_id=str(first_id + request.index),
-                tokenizer=self._tokenizer,
-                max_num_batched_tokens=self._config.max_num_batched_tokens,
-            )
-            for request in requests
+            engine.add_task(f"{_ID_PREFIX}{first_id + index}", task, index=index) for index, task in enumerate(tasks)
         ]
+
+    @contextlib.contextmanager
+    def _owning(self, request_ids: Iterable[str]) -> Iterator[None]:
+        """Whatever happens inside, these requests are gone afterwards."""
+        try:
+            yield
+        finally:
+            if self._engine is not None and self._engine.abort_request(request_ids)[0]:
+                self._engine.flush_inflight_reqs()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError for a model that has none."""
-        if self._tokenizer is None:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
             raise ValueError("this model has no tokenizer; give tokenizer= to LLM")
-        return self._tokenizer
+        return tokenizer
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine, to look inside. Raises ValueError once the LLM is closed."""
+        if self._engine is None:
+            raise ValueError("this LLM is closed; make a new one")
+        return self._engine
 
     @property
     def computed_rows(self) -> dict[str, int]:
         """Rows that the encoder and the decoder layers have computed since the start, padding included."""
-        pipeline = self._require_open()
+        pipeline = self.engine.pipeline
         return {"encoder": pipeline.num_encoder_rows, "decoder": pipeline.num_decoder_rows}
+
+    def stats(self) -> dict[str, Any]:
+        """What the engine has done so far, and how things stand (`LLMEngine.stats`)."""
+        return self.engine.stats()
 
     def close(self) -> None:
         """Frees the model and the caches; `generate` cannot be used afterwards."""
-        self._pipeline = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
-    def _require_open(self) -> Pipeline:
-        if self._pipeline is None:
-            raise ValueError("this LLM is closed; make a new one")
-        return self._pipeline
 
-    def _make_request(self, index: int, task: intake.Task) -> Request:
-        return Request(
-            index=index,
-            prompt=task.prompt,
-            params=task.params,
-            seed=request_seed(task.params, self._config.seed, index, random),
-            max_model_len=self._max_model_len,
-            tail_start=self._tail_start(len(task.prompt)),
-        )
-
-    def _run(self, pipeline: Pipeline, requests: Sequence[Request], *, use_tqdm: bool) -> list[list[Drawn]]:
-        """Every request's drawn tokens, by index."""
-        drawn: list[list[Drawn]] = [[] for _ in requests]
-        bar = tqdm(total=len(requests), desc="generating", unit="prompt", disable=None if use_tqdm else True)
-        try:
-            for request in requests:
-                self._scheduler.add(request)
-            with bar:
-                while plan := self._scheduler.schedule():
-                    emitting, tokens = plan.emitting, pipeline.run(plan)
-                    for chunk, one in zip(emitting, tokens, strict=True):
-                        drawn[chunk.request.index].append(one)
-                    self._scheduler.commit(plan, [one.token_id for one in tokens])
-                    bar.update(len(requests) - self._scheduler.num_unfinished - bar.n)
-        finally:
-            if self._scheduler.num_unfinished:  # an exception, which may have cost the donated state
-                self._scheduler.clear()
-                pipeline.reset()
-        return drawn
+def _raise_failures(results: list[list[RequestOutput]], sequences: list[Sequence]) -> None:
+    """Raises for requests that neither stopped nor reached their length."""
+    failed = [place for place, outputs in enumerate(results) if outputs[-1].finish_reason not in ("stop", "length")]
+    if failed:
+        reasons = ", ".join(f"prompt {place}: {results[place][-1].finish_reason}" for place in failed)
+        error = GenerationError(f"{len(failed)} of {len(results)} requests failed ({reasons})", results)
+        raise error from sequences[failed[0]].error
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -1,10 +1,9 @@
 """What a caller gets: one object for each token, and their summary (spec: interface 5.5)."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
-from deepinfer_jax.scheduler.request import Request
+from deepinfer_jax.sampling.params import NO_TOKEN
 from deepinfer_jax.text import detokenizer
 from deepinfer_jax.text.tokenizer import Tokenizer
 
@@ -14,7 +13,7 @@ NO_DRAFT = 1.0  # nextn_logprobs of a token that no draft proposed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """One output token of a request."""
+    """One output token of a request; or its end, with token id -1, where that comes without a token."""
 
     request_id: str
     prompt_len: int  # tokens
@@ -48,7 +47,7 @@ class CompletionOutput:
     def from_outputs(cls, outputs: Sequence[RequestOutput]) -> "CompletionOutput":
         """The summary of one request's outputs, in order."""
         return cls(
-            token_ids=tuple(output.token_id for output in outputs),
+            token_ids=tuple(output.token_id for output in outputs if output.token_id != NO_TOKEN),
             text="".join(output.text for output in outputs),
             cumulative_logprob=sum(output.token_logprobs for output in outputs),
             finish_reason=outputs[-1].finish_reason if outputs else "",
@@ -64,41 +63,82 @@ class Drawn:
     top: tuple[tuple[float, int], ...] = ()  # (log-probability, token id), best first
 
 
-def request_outputs(
-    request: Request,
-    drawn: Sequence[Drawn],
-    *,
-    request_id: str,
-    tokenizer: Tokenizer | None,
-    max_num_batched_tokens: int,
-) -> list[RequestOutput]:
-    """The outputs of a finished request; without a tokenizer their texts are empty."""
-    texts = _texts(tokenizer, [one.token_id for one in drawn]) if tokenizer else itertools.repeat("")
-    last = len(drawn)
-    return [
-        RequestOutput(
-            request_id=request_id,
-            prompt_len=len(request.prompt),
-            token_id=one.token_id,
-            finish_reason=request.finish_reason if number == last else "",
-            finished=number == last,
-            max_num_batched_tokens=max_num_batched_tokens,
-            token_logprobs=one.logprob,
-            top_logprobs=[logprob for logprob, _ in one.top],
-            top_token_ids=[token_id for _, token_id in one.top],
-            num_output_tokens=number,
+class Emitter:
+    """Makes the outputs of one request, token by token; without a tokenizer their texts are empty.
+
+    inherited: output tokens that the request starts with, as a fork or a restored one does.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_len: int,
+        *,
+        tokenizer: Tokenizer | None,
+        max_num_batched_tokens: int,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        self._request_id, self._prompt_len = request_id, prompt_len
+        self._tokenizer, self._max_num_batched_tokens = tokenizer, max_num_batched_tokens
+        self._text = detokenizer.DetokenizerState()
+        self._num_tokens = len(inherited)
+        self.is_finished = False
+        for token_id in inherited:
+            self._settle(token_id)
+
+    def emit(self, drawn: Drawn, *, finish_reason: str) -> RequestOutput:
+        """The next token; with a finish reason it is the last one."""
+        self._num_tokens += 1
+        text = self._settle(drawn.token_id)
+        if finish_reason:
+            text += self._rest()
+        return self._output(drawn, text, finish_reason)
+
+    def end(self, finish_reason: str) -> RequestOutput:
+        """The end of a request that comes without a token."""
+        return self._output(Drawn(NO_TOKEN, 0.0), self._rest(), finish_reason)
+
+    def _output(self, drawn: Drawn, text: str, finish_reason: str) -> RequestOutput:
+        self.is_finished = bool(finish_reason)
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt_len=self._prompt_len,
+            token_id=drawn.token_id,
+            finish_reason=finish_reason,
+            finished=self.is_finished,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            token_logprobs=drawn.logprob,
+            top_logprobs=[logprob for logprob, _ in drawn.top],
+            top_token_ids=[token_id for _, token_id in drawn.top],
+            num_output_tokens=self._num_tokens,
             text=text,
         )
-        for number, (one, text) in enumerate(zip(drawn, texts, strict=False), start=1)
-    ]
+
+    def _settle(self, token_id: int) -> str:
+        """The text that a token settles."""
+        if self._tokenizer is None:
+            return ""
+        text, self._text = detokenizer.push(self._tokenizer, self._text, [token_id])
+        return text
+
+    def _rest(self) -> str:
+        """What is left of an unfinished character."""
+        if self._tokenizer is None:
+            return ""
+        text, self._text = detokenizer.flush(self._tokenizer, self._text)
+        return text
 
 
-def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text that each token settles; an unfinished character at the end goes to the last one."""
-    texts: list[str] = []
-    state = detokenizer.DetokenizerState()
-    for token_id in token_ids:
-        text, state = detokenizer.push(tokenizer, state, [token_id])
-        texts.append(text)
-    rest, _ = detokenizer.flush(tokenizer, state)
-    return [*texts[:-1], texts[-1] + rest]
+def fold_end(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """The outputs of a whole request, where an end that came without a token is told by its last token.
+
+    A request that has no token at all keeps its one output, with token id -1.
+    """
+    folded = list(outputs)
+    if len(folded) > 1 and folded[-1].token_id == NO_TOKEN:
+        end = folded.pop()
+        last = folded[-1]
+        folded[-1] = dataclasses.replace(
+            last, finish_reason=end.finish_reason, finished=True, text=last.text + end.text
+        )
+    return folded

@@ -1,99 +1,213 @@
-"""The owner of parameters and device state: a plan goes in, the drawn tokens come out."""
+"""The owner of parameters and device state: plans go in, drawn tokens come out one step later.
 
+`launch` puts a step on the device and returns at once; only `read` waits. Steps are read in the order of launching.
+"""
+
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float32, Int32, UInt32
 
-from deepinfer_jax.engine.buckets import Buckets, StepShape
+from deepinfer_jax.engine import steps
+from deepinfer_jax.engine.buckets import StepShape
+from deepinfer_jax.engine.guard import no_device_reads
 from deepinfer_jax.engine.outputs import Drawn
 from deepinfer_jax.engine.setup import LoadedModel
-from deepinfer_jax.engine.steps import StepResult, best_tokens, run_step
-from deepinfer_jax.model.state import State, init_state
-from deepinfer_jax.scheduler.batching import pack_step, tail_rows
-from deepinfer_jax.scheduler.slots import Chunk, Plan
+from deepinfer_jax.engine.sizes import EngineSizes
+from deepinfer_jax.engine.steps import Carried, StepResult
+from deepinfer_jax.model.state import PAGED_LEAVES, State, init_state
+from deepinfer_jax.scheduler.batching import pack_copies, pack_step
+from deepinfer_jax.scheduler.plan import Plan, RankPlan
+from deepinfer_jax.scheduler.sequence import Copy
 
 _TOP_COUNTS = (20, 1000)  # compiled numbers of alternatives
+_FIRST_COPIES = 8  # copies of the smallest compiled copy step
+
+
+@dataclasses.dataclass
+class Launched:
+    """A step on the device whose results are unread."""
+
+    plan: Plan
+    shape: StepShape
+    packed: Int32[np.ndarray, " L"]
+    computed_rows: Int32[jax.Array, " two"]
+    logits: Float32[jax.Array, "N V"] | None = None  # of a step that waits for masks
+    drawn: Int32[jax.Array, "two N"] | None = None
+    best: tuple[jax.Array, jax.Array] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has finished it; never waits."""
+        return self.drawn is not None and bool(self.drawn.is_ready())  # type: ignore[attr-defined]
 
 
 class Pipeline:
-    """Runs one step at a time and waits for it.
+    """Launches steps and reads them. page_tables, one for each rank, belong to the scheduler and are copied."""
 
-    Slot s owns the pages s * max_pages and following for good, so the page tables, one for each width, never change.
-    """
-
-    def __init__(self, model: LoadedModel, buckets: Buckets, *, num_slots: int) -> None:
-        self._model, self._buckets, self._num_slots = model, buckets, num_slots
+    def __init__(
+        self, model: LoadedModel, sizes: EngineSizes, page_table: Int32[np.ndarray, "S M"], *, is_guarded: bool
+    ) -> None:
+        self._model, self._sizes, self._page_table = model, sizes, page_table
         # The mode of replay is in the batch: steps of all modes share their programs.
-        self._step_config = dataclasses.replace(model.runtime, replay_mode="off", replay_keep_tokens=0)
-        self.num_encoder_rows = self.num_decoder_rows = 0  # computed so far, padding included
-        pages = np.arange(num_slots * buckets.pages[-1], dtype=np.int32).reshape(num_slots, -1)
-        with jax.default_device(model.device):
-            self._page_tables = {width: jax.numpy.asarray(pages[:, :width]) for width in buckets.pages}
-        self._state = self._empty_state()
+        self._config = dataclasses.replace(model.runtime, replay_mode="off", replay_keep_tokens=0)
+        self._is_compact = model.runtime.replay_mode == "compact"
+        self._guard: Callable[[], Any] = no_device_reads if is_guarded else contextlib.nullcontext
+        self.num_encoder_rows = self.num_decoder_rows = 0  # computed so far, padding of live tiles included
+        self._carried = self._blank()
 
     def reset(self) -> None:
         """Replaces the state, whatever became of it."""
-        self._state = self._empty_state()
+        self._carried = self._blank()
 
-    def warm_up(self) -> None:
-        """Compiles the smallest step, which every request ends up in, by a run of padding rows."""
-        jax.block_until_ready(self._launch(None, self._buckets.first))
-
-    def run(self, plan: Plan) -> list[Drawn]:
-        """The tokens that a step draws, one for each emitting chunk of the plan."""
-        page_tokens = self._model.runtime.page_tokens
-        num_pages = -(-plan.context_len // page_tokens)
-        is_compact = plan.is_prefill and self._model.runtime.replay_mode == "compact"
-        num_tail_rows = len(tail_rows(plan)) if is_compact else None
-        shape = self._buckets.shape_of(
-            plan.num_rows, num_pages, is_prefill=plan.is_prefill, num_tail_rows=num_tail_rows
+    def shape_of(self, plan: Plan) -> StepShape:
+        """The compiled step in which a plan runs."""
+        return self._sizes.buckets.shape_of(
+            plan.num_rows,
+            -(-plan.context_len // self._sizes.scheduler.page_tokens),
+            is_prefill=plan.is_prefill,
+            num_tail_rows=plan.num_tail_rows if self._is_compact and plan.is_prefill else None,
         )
-        self.num_encoder_rows += shape.num_rows
-        self.num_decoder_rows += shape.num_rows if shape.num_tail is None else shape.num_tail
-        result = self._launch(plan, shape)
-        token_ids, bits = np.asarray(result.drawn)
-        logprobs = bits.view(np.float32)
-        emitting = plan.emitting
-        broken = np.flatnonzero(np.isnan(logprobs[: len(emitting)]))
-        if broken.size:
-            request = emitting[int(broken[0])].request
-            raise RuntimeError(
-                f"the logits of request {request.index} at position {request.num_tokens} are not finite; "
-                "the weights or the device are at fault"
-            )
-        tops = self._best(result, emitting)
-        return [Drawn(int(token_ids[i]), float(logprobs[i]), top) for i, top in enumerate(tops)]
 
-    def _launch(self, plan: Plan | None, shape: StepShape) -> StepResult:
-        packed = pack_step(plan, num_rows=shape.num_rows, num_logits=shape.num_logits, num_tail=shape.num_tail or 0)
-        with jax.default_device(self._model.device):
-            result, self._state = run_step(
-                self._model.params,
-                self._state,
-                self._page_tables[shape.num_pages],
-                packed,
-                num_rows=shape.num_rows,
-                num_logits=shape.num_logits,
-                is_compact=shape.num_tail is not None,
-                config=self._step_config,
-            )
-        return result
+    def computed_rows(self, plan: Plan, shape: StepShape) -> int:
+        """Rows that the step of a plan computes, padding included."""
+        return self._sizes.buckets.computed_rows(shape, plan.num_rows)
 
-    def _best(self, result: StepResult, emitting: Sequence[Chunk]) -> list[tuple[tuple[float, int], ...]]:
-        """The alternatives that each request asked for, best first."""
-        counts = [chunk.request.params.top_logprobs for chunk in emitting]
-        if not any(counts):
-            return [()] * len(counts)
-        count = next(size for size in _TOP_COUNTS if size >= max(counts))
-        values, token_ids = jax.device_get(best_tokens(result.logprobs, count=count))
+    def warm_up(self, progress: Callable[[Sequence[Any]], Any], compiled: Callable[[str, float], None]) -> None:
+        """Compiles every step by a run of padding rows. progress: wraps the list of steps, as `tqdm` does."""
+        for shape in progress(self._sizes.buckets.all_shapes(is_compact=self._is_compact)):
+            start = time.perf_counter()
+            packed = self._pack(RankPlan(), shape)
+            with self._on_device():
+                result, _, self._carried = steps.run_step(
+                    self._model.params, self._carried, packed, shape=shape, config=self._config
+                )
+            jax.block_until_ready(result.drawn)
+            compiled(shape.name, time.perf_counter() - start)
+        for num_copies in self._copy_sizes():
+            self._copy((), num_copies)
+
+    def launch(self, plan: Plan, *, waits_for_masks: bool = False) -> Launched:
+        """Puts a plan on the device: its copies, then its rows. With waits_for_masks, `sample` has to follow."""
+        shape = self.shape_of(plan)
+        with self._guard(), self._on_device():
+            if plan.num_copies:
+                copies = plan.ranks[0].copies
+                self._copy(copies, next(size for size in self._copy_sizes() if size >= len(copies)))
+            packed = self._pack(plan.ranks[0], shape)
+            if waits_for_masks:
+                logits, computed_rows, self._carried = steps.run_forward(
+                    self._model.params, self._carried, packed, shape=shape, config=self._config
+                )
+                return Launched(plan, shape, packed, computed_rows, logits=logits)
+            result, computed_rows, self._carried = steps.run_step(
+                self._model.params, self._carried, packed, shape=shape, config=self._config
+            )
+            launched = Launched(plan, shape, packed, computed_rows)
+            self._keep(launched, result)
+        return launched
+
+    def sample(self, launched: Launched, masks: UInt32[np.ndarray, "N W"]) -> None:
+        """Draws the tokens of a step that waits for masks, which must be the last one launched."""
+        logits = launched.logits
+        if logits is None:
+            raise AssertionError("this step does not wait for masks")
+        with self._guard(), self._on_device():
+            result, last_drawn = steps.run_sampling(
+                logits, self._carried.last_drawn, launched.packed, masks, shape=launched.shape, config=self._config
+            )
+            self._carried = Carried(state=self._carried.state, last_drawn=last_drawn)
+            launched.logits = None
+            self._keep(launched, result)
+
+    def read(self, launched: Launched) -> list[Drawn]:
+        """Waits for a step; the tokens that it drew, one for each drawing chunk. NaN where logits were not finite."""
+        if launched.drawn is None:
+            raise AssertionError("a step that waits for masks was read before it was sampled")
+        drawn, computed_rows, best = jax.device_get((launched.drawn, launched.computed_rows, launched.best))
+        self.num_encoder_rows += int(computed_rows[0])
+        self.num_decoder_rows += int(computed_rows[1])
+        logprobs = drawn[1].view(np.float32)
+        chunks = launched.plan.ranks[0].drawing
         return [
-            tuple(zip(values[i, :wanted].tolist(), token_ids[i, :wanted].tolist(), strict=True))
-            for i, wanted in enumerate(counts)
+            Drawn(int(drawn[0, i]), float(logprobs[i]), _best_of(best, i, chunk.sequence.options.params.top_logprobs))
+            for i, chunk in enumerate(chunks)
         ]
 
-    def _empty_state(self) -> State:
-        num_pages = self._num_slots * self._buckets.pages[-1]
-        with jax.default_device(self._model.device):
-            return init_state(self._model.runtime, num_slots=self._num_slots, num_pages=num_pages)
+    def read_request(self, slot: int, pages: Sequence[int]) -> State:
+        """What a request has on the device, on the host: its rings and pages. Waits for all launched steps."""
+        state = steps.read_request(self._carried.state, np.int32(slot), self._page_list(pages))
+        return jax.device_get(state)
+
+    def write_request(self, request: State, slot: int, pages: Sequence[int]) -> None:
+        """Puts what `read_request` gave into another slot and other pages; pages beyond `pages` are left out."""
+        places = self._page_list(pages)
+
+        def fit(path: Any, leaf: np.ndarray) -> np.ndarray:
+            if not jax.tree_util.keystr(path).startswith(PAGED_LEAVES):
+                return leaf
+            missing = max(0, len(places) - leaf.shape[1])
+            return np.pad(leaf, [(0, 0), (0, missing)] + [(0, 0)] * (leaf.ndim - 2))[:, : len(places)]
+
+        with self._on_device():
+            request = jax.tree_util.tree_map_with_path(fit, request)
+            self._carried = steps.write_request(self._carried, request, np.int32(slot), places)
+
+    def _page_list(self, pages: Sequence[int]) -> Int32[np.ndarray, " M"]:
+        """Padded to a compiled number of pages."""
+        sizes = self._sizes.buckets.pages
+        padded = np.full(next(size for size in sizes if size >= len(pages)), -1, np.int32)
+        padded[: len(pages)] = pages
+        return padded
+
+    def _keep(self, launched: Launched, result: StepResult) -> None:
+        """Notes a result and starts its way to the host."""
+        counts = [chunk.sequence.options.params.top_logprobs for chunk in launched.plan.ranks[0].drawing]
+        most = max(counts, default=0)
+        if most:
+            count = next(size for size in _TOP_COUNTS if size >= most)
+            launched.best = steps.best_tokens(result.logprobs, count=count)
+        launched.drawn = result.drawn  # the distributions themselves are dropped here
+        for array in jax.tree.leaves((launched.drawn, launched.computed_rows, launched.best)):
+            array.copy_to_host_async()
+
+    def _copy(self, copies: Sequence[Copy], num_copies: int) -> None:
+        with self._on_device():
+            self._carried = steps.copy_states(self._carried, pack_copies(copies, num_copies=num_copies))
+
+    def _copy_sizes(self) -> tuple[int, ...]:
+        """Compiled numbers of copies: few, and as many as a plan may have."""
+        return _FIRST_COPIES, max(_FIRST_COPIES, 2 * self._sizes.num_state_slots)
+
+    def _pack(self, plan: RankPlan, shape: StepShape) -> Int32[np.ndarray, " L"]:
+        return pack_step(
+            plan,
+            self._page_table,
+            num_rows=shape.num_rows,
+            num_logits=shape.num_logits,
+            num_pages=shape.num_pages,
+            num_tail=shape.num_tail or 0,
+        )
+
+    def _on_device(self) -> Any:
+        return jax.default_device(self._model.device)
+
+    def _blank(self) -> Carried:
+        num_slots, num_pages = self._sizes.num_state_slots, self._sizes.scheduler.num_pages
+        with self._on_device():
+            state = init_state(self._model.runtime, num_slots=num_slots, num_pages=num_pages)
+            return Carried(state=state, last_drawn=jnp.zeros((num_slots,), jnp.int32))
+
+
+def _best_of(best: Any, row: int, count: int) -> tuple[tuple[float, int], ...]:
+    """The alternatives that one request asked for, best first."""
+    if not count:
+        return ()
+    values, token_ids = best
+    return tuple(zip(values[row, :count].tolist(), token_ids[row, :count].tolist(), strict=True))

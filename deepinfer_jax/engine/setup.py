@@ -137,11 +137,13 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str) -> Ru
             f"batch-invariant mode (DEEPINFER_BATCH_INVARIANT) cannot be promised on {target} in this version: XLA may "
             "choose other products for other batch sizes there; unset it, or run on the cpu"
         )
+    # A state that is kept for later turns may be taken up so many tokens before its end.
+    extra = config.store_extra_tokens if config.store_extra_state else 0
     is_invariant = target == "cpu" if config.batch_invariant is None else config.batch_invariant
     return RuntimeConfig(
         model=model,
         numerics=config.numerics or RELEASED_NUMERICS,  # type: ignore[arg-type]
-        rollback_tokens=max(MIN_ROLLBACK_TOKENS, config.max_backtracking_tokens),
+        rollback_tokens=max(MIN_ROLLBACK_TOKENS, config.max_backtracking_tokens, extra),
         is_invariant=is_invariant,
         replay_mode=config.replay_mode,  # type: ignore[arg-type]
         replay_keep_tokens=config.replay_keep_tokens,

@@ -1,71 +1,182 @@
 """The compiled steps: the only `jax.jit`s of the package."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.model.backbone import forward
+from deepinfer_jax.engine.buckets import StepShape
+from deepinfer_jax.model import state as caches
+from deepinfer_jax.model.backbone import StepOutput, forward
 from deepinfer_jax.model.batch import StepBatch
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import State
+from deepinfer_jax.ops.invariant import map_rows
+from deepinfer_jax.ops.paged import num_leading
 from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling import logits as sampling
 from deepinfer_jax.scheduler import batching
 
 # A step rounds where the specification says, nowhere else and nowhere less.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+_step = functools.partial(jax.jit, static_argnames=("shape", "config"), compiler_options=COMPILER_OPTIONS)
+
+
+@pytree_dataclass
+class Carried:
+    """What one step hands to the next on the device; donated."""
+
+    state: State
+    last_drawn: Int32[Array, " S"]  # the last token drawn for each slot
 
 
 @pytree_dataclass
 class StepResult:
-    """What a step leaves for the host, beside the state."""
+    """What a step leaves for the host, beside what it hands on."""
 
     drawn: Int32[Array, "two N"]  # the token of each logit row, and the bits of its float32 log-probability
     logprobs: Float32[Array, "N V"]  # of every token; stays on the device unless somebody asks for the best
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("num_rows", "num_logits", "is_compact", "config"),
-    donate_argnames=("state",),
-    compiler_options=COMPILER_OPTIONS,
-)
+@functools.partial(_step, donate_argnames=("carried",))
 def run_step(
-    params: Params,
-    state: State,
-    page_table: Int32[Array, "S M"],
-    packed: Int32[Array, " L"],
-    *,
-    num_rows: int,
-    num_logits: int,
-    config: RuntimeConfig,
-    is_compact: bool = False,
-) -> tuple[StepResult, State]:
-    """Forward and sampling for one packed batch (layout: `scheduler/batching.py`); the state is donated.
+    params: Params, carried: Carried, packed: Int32[Array, " L"], *, shape: StepShape, config: RuntimeConfig
+) -> tuple[StepResult, Int32[Array, " two"], Carried]:
+    """Forward and sampling for one packed batch (layout: `scheduler/batching.py`).
 
-    is_compact: only the tail rows of the batch, maybe none, run the decoder layers.
+    Also returns how many rows the encoder and the decoder layers computed.
     """
-    fields = batching.fields_of(packed, num_rows=num_rows, num_logits=num_logits)
-    batch = StepBatch(
-        **{name: fields[name] for name in batching.ROW_FIELDS},
-        page_table=page_table,
-        logit_rows=fields["logit_rows"],
-        tail_rows=fields["tail_rows"] if is_compact else None,
-    )
-    output, state = forward(params, state, batch, config=config)
-    sampled = sampling.sample(output.logits, _sample_rows(fields))
-    logprob_bits = lax.bitcast_convert_type(sampled.token_logprobs, jnp.int32)
-    return StepResult(drawn=jnp.stack([sampled.token_ids, logprob_bits]), logprobs=sampled.logprobs), state
+    fields = _fields(packed, shape)
+    output, state = _forward(params, carried, fields, shape=shape, config=config)
+    result, last_drawn = _sample(output.logits, carried.last_drawn, fields, None, config=config)
+    return result, output.computed_rows, Carried(state=state, last_drawn=last_drawn)
+
+
+@functools.partial(_step, donate_argnames=("carried",))
+def run_forward(
+    params: Params, carried: Carried, packed: Int32[Array, " L"], *, shape: StepShape, config: RuntimeConfig
+) -> tuple[Float32[Array, "N V"], Int32[Array, " two"], Carried]:
+    """The first half of `run_step`, for steps whose masks need tokens that the host has not read yet."""
+    output, state = _forward(params, carried, _fields(packed, shape), shape=shape, config=config)
+    return output.logits, output.computed_rows, Carried(state=state, last_drawn=carried.last_drawn)
+
+
+@functools.partial(_step, donate_argnames=("last_drawn",))
+def run_sampling(
+    logits: Float32[Array, "N V"],
+    last_drawn: Int32[Array, " S"],
+    packed: Int32[Array, " L"],
+    masks: UInt32[Array, "N W"],
+    *,
+    shape: StepShape,
+    config: RuntimeConfig,
+) -> tuple[StepResult, Int32[Array, " S"]]:
+    """The second half. masks: one bit for each token of each logit row, lowest first, 1 where it is allowed."""
+    return _sample(logits, last_drawn, _fields(packed, shape), masks, config=config)
+
+
+@functools.partial(jax.jit, donate_argnames=("carried",))
+def copy_states(carried: Carried, copies: Int32[Array, "C F"]) -> Carried:
+    """States and pages copied from slot to slot and page to page; all are read before any is written."""
+    source_slot, target_slot, source_page, target_page = copies.T
+    state = caches.copy_slots(carried.state, source_slot, target_slot)
+    state = caches.copy_pages(state, source_page, target_page)
+    drawn = carried.last_drawn[jnp.maximum(source_slot, 0)]
+    last_drawn = carried.last_drawn.at[_outside(target_slot)].set(drawn, mode="drop")
+    return Carried(state=state, last_drawn=last_drawn)
 
 
 @functools.partial(jax.jit, static_argnames=("count",))
 def best_tokens(logprobs: Float32[Array, "N V"], *, count: int) -> tuple[Float32[Array, "N k"], Int32[Array, "N k"]]:
     """The `count` best log-probabilities of each row and their tokens, lowest id first on ties."""
     return sampling.top_logprobs(logprobs, count)
+
+
+@jax.jit
+def read_request(state: State, slot: Int32[Array, ""], pages: Int32[Array, " M"]) -> State:
+    """The rings of one slot and the contents of these pages: a state of one slot."""
+    return caches.take_request(state, slot, pages)
+
+
+@functools.partial(jax.jit, donate_argnames=("carried",))
+def write_request(carried: Carried, request: State, slot: Int32[Array, ""], pages: Int32[Array, " M"]) -> Carried:
+    """Puts what `read_request` gave into a slot and pages; pages of -1 are left out."""
+    return Carried(state=caches.put_request(carried.state, request, slot, pages), last_drawn=carried.last_drawn)
+
+
+def num_compiled() -> int:
+    """How many versions of the step functions this process has compiled so far."""
+    functions: tuple[Any, ...] = (run_step, run_forward, run_sampling, copy_states, best_tokens)
+    return sum(function._cache_size() for function in functions)
+
+
+def _fields(packed: Int32[Array, " L"], shape: StepShape) -> dict[str, Array]:
+    return batching.fields_of(
+        packed,
+        num_rows=shape.num_rows,
+        num_logits=shape.num_logits,
+        num_tail=shape.num_tail or 0,
+        num_pages=shape.num_pages,
+    )
+
+
+def _forward(
+    params: Params, carried: Carried, fields: dict[str, Array], *, shape: StepShape, config: RuntimeConfig
+) -> tuple[StepOutput, State]:
+    slots = fields["slots"]
+    drawn = carried.last_drawn[jnp.maximum(slots, 0)]
+    tokens = jnp.where(fields["tokens"] == batching.LAST_DRAWN, drawn, fields["tokens"])
+    batch = StepBatch(
+        tokens=tokens,
+        positions=fields["positions"],
+        slots=slots,
+        page_table=fields["page_table"],
+        logit_rows=fields["logit_rows"],
+        tail_starts=fields["tail_starts"],
+        tail_rows=None if shape.num_tail is None else fields["tail_rows"],
+        window_starts=fields["window_starts"],
+    )
+    return forward(params, carried.state, batch, config=config)
+
+
+def _sample(
+    logits: Float32[Array, "N V"],
+    last_drawn: Int32[Array, " S"],
+    fields: dict[str, Array],
+    masks: UInt32[Array, "N W"] | None,
+    *,
+    config: RuntimeConfig,
+) -> tuple[StepResult, Int32[Array, " S"]]:
+    def on_tile(
+        logits: Array, rows: sampling.SampleRows, masks: Array | None
+    ) -> tuple[Int32[Array, " B"], Int32[Array, " B"], Float32[Array, "B V"]]:
+        if masks is not None:
+            logits = jnp.where(sampling.unpack_masks(masks, logits.shape[1]), logits, -jnp.inf)
+        sampled = sampling.sample(logits, rows)
+        return sampled.token_ids, lax.bitcast_convert_type(sampled.token_logprobs, jnp.int32), sampled.logprobs
+
+    logit_rows = fields["logit_rows"]
+    token_ids, bits, logprobs = map_rows(
+        on_tile,
+        logits,
+        _sample_rows(fields),
+        masks,
+        tile=config.product_tile,
+        num_live=num_leading(logit_rows >= 0),
+        has_fixed_trips=config.has_fixed_trips,
+    )
+    slots = jnp.where(logit_rows >= 0, fields["slots"][jnp.maximum(logit_rows, 0)], -1)
+    last_drawn = last_drawn.at[_outside(slots)].set(token_ids, mode="drop")
+    return StepResult(drawn=jnp.stack([token_ids, bits]), logprobs=logprobs), last_drawn
+
+
+def _outside(index: Int32[Array, " N"]) -> Int32[Array, " N"]:
+    """Negative indices moved beyond the end, where a scatter drops them."""
+    return jnp.where(index >= 0, index, jnp.iinfo(jnp.int32).max)
 
 
 def _sample_rows(fields: dict[str, Int32[Array, " N"]]) -> sampling.SampleRows:

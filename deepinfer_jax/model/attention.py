@@ -145,6 +145,7 @@ def _attend_variant(
 
     # Rows in front of the tail see their own window, whatever it is: nobody reads what they make of it.
     floor = jnp.where(rows.positions >= rows.tail_start, rows.tail_start, 0) * layer.decoder_kind
+    floor = jnp.maximum(floor, rows.window_start)
     return map_rows(
         tile_of_rows,
         q,
@@ -155,6 +156,7 @@ def _attend_variant(
         floor,
         entries,
         tile=config.row_tile,
+        num_live=rows.num_live,
         has_fixed_trips=config.has_fixed_trips,
     )
 

@@ -5,20 +5,20 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from deepinfer_jax.config.roles import replay_boundary
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model import engram as memory
 from deepinfer_jax.model import replay
-from deepinfer_jax.model.batch import StepBatch, derive_rows, pad_rows
+from deepinfer_jax.model.batch import Rows, StepBatch, derive_rows, pad_rows
 from deepinfer_jax.model.layer import Carry, Step, apply_layer
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.selection import empty_selection
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
 from deepinfer_jax.model.variants import Layer, all_layers, stacked_layers
-from deepinfer_jax.ops import hyper
+from deepinfer_jax.ops import hyper, paged
 from deepinfer_jax.ops.invariant import map_rows, row_product
 from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.pytree import pytree_dataclass
@@ -30,6 +30,7 @@ class StepOutput:
 
     logits: Float32[Array, "N V"]  # for the batch's logit rows
     stages: dict[str, Array]  # the stages that `capture` asked for; rows of the step lead, padding rows cut
+    computed_rows: Int32[Array, " two"]  # rows that the encoder and the decoder layers computed, padding included
 
 
 def forward(
@@ -54,6 +55,7 @@ def forward(
     stages = Stages(capture, forced)
     padded = pad_rows(batch, multiple=config.row_tile)
     rows = derive_rows(padded)
+    encoder_rows = decoder_rows = _num_computed(rows, config=config)
     streams, pre = _embed(params, padded, config=config, stages=stages)
     context, exists, state = memory.token_context(params.engram.token_map, state, padded.tokens, rows, config=config)
     step = Step(rows=rows, context=context, exists=exists)
@@ -72,15 +74,33 @@ def forward(
         step, carry, logit_rows = replay.cut_to_tail(
             params, step, carry, padded.tail_rows, logit_rows, layers[boundary], config=config, stages=stages
         )
+        decoder_rows = _num_computed(step.rows, config=config)
         layers = (replay.without_source(layers[boundary]), *layers[boundary + 1 :])
         if padded.tail_rows.shape[0] == 0:
             blank = jnp.zeros((batch.logit_rows.shape[0], config.model.vocab_size), jnp.float32)
-            return StepOutput(logits=blank, stages=_captured(stages, num_rows)), carry.state
+            output = StepOutput(
+                logits=blank,
+                stages=_captured(stages, num_rows),
+                computed_rows=jnp.stack([encoder_rows, jnp.int32(0)]),
+            )
+            return output, carry.state
     carry = _run_layers(params, step, carry, layers, config=config, stages=stages)
     if carry.features is not None:
         stages.note("main_hidden", carry.features.reshape(carry.features.shape[0], -1))
-    logits = _head(params, carry, logit_rows, config=config, stages=stages)
-    return StepOutput(logits=logits, stages=_captured(stages, num_rows)), carry.state
+    logits = _head(params, carry, logit_rows, step.rows.num_live, config=config, stages=stages)
+    output = StepOutput(
+        logits=logits,
+        stages=_captured(stages, num_rows),
+        computed_rows=jnp.stack([encoder_rows, decoder_rows]),
+    )
+    return output, carry.state
+
+
+def _num_computed(rows: Rows, *, config: RuntimeConfig) -> Int[Array, ""]:
+    """Rows of the tiles that hold live rows; all rows where a product sees them at once."""
+    if config.product_tile is None:
+        return jnp.int32(rows.positions.shape[0])
+    return -(-rows.num_live // config.row_tile) * config.row_tile
 
 
 def _captured(stages: Stages, num_rows: int) -> dict[str, Array]:
@@ -119,7 +139,13 @@ def _embed(
 
 
 def _head(
-    params: Params, carry: Carry, logit_rows: Int[Array, " N"], *, config: RuntimeConfig, stages: Stages
+    params: Params,
+    carry: Carry,
+    logit_rows: Int[Array, " N"],
+    num_live: Int[Array, ""],
+    *,
+    config: RuntimeConfig,
+    stages: Stages,
 ) -> Float32[Array, "N V"]:
     """Float32 logits of the wanted rows, from the last sublayer's pre-mix (spec: backbone 8)."""
 
@@ -127,13 +153,14 @@ def _head(
         hidden = rms_norm(hyper.collapse(streams, pre), params.norm, eps=config.model.rms_norm_eps)
         return stages.note("final_hidden", hidden)
 
-    hidden = stages.map_rows(norm, carry.streams, carry.pre, config=config)
+    hidden = stages.map_rows(norm, carry.streams, carry.pre, num_live=num_live, config=config)
     wanted = hidden.at[logit_rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     head = params.head.astype(wanted.dtype)
     return map_rows(
         lambda rows: row_product(rows, head),
         wanted,
         tile=config.product_tile,
+        num_live=paged.num_leading(logit_rows >= 0),
         has_fixed_trips=config.has_fixed_trips,
     )
 

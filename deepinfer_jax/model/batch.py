@@ -21,9 +21,10 @@ class StepBatch:
     page_table: Int[Array, "S M"]  # page of each request's tokens m * page_tokens and following
     logit_rows: Int[Array, " N"]  # rows of this batch whose logits are wanted; -1 for a padding row
     tail_starts: Int[Array, " T"] | None = None  # bounded replay: first position that decoder layers may look at
-    tail_rows: Int[Array, " U"] | None = (
-        None  # compact replay: rows that run the decoder layers, rising, then -1; may be none
-    )
+    # compact replay: rows that run the decoder layers, rising, then -1; may be none
+    tail_rows: Int[Array, " U"] | None = None
+    # first position that any window may look at; 0 unless a prefix was taken over without its rings
+    window_starts: Int[Array, " T"] | None = None
 
 
 @pytree_dataclass
@@ -33,10 +34,12 @@ class Rows:
     positions: Int[Array, " T"]
     slots: Int[Array, " T"]
     is_live: Bool[Array, " T"]
+    num_live: Int[Array, ""]  # rows up to the last live one; padding stands behind them
     first_row: Int[Array, " T"]  # index of the first row of the same request in this step
     first_position: Int[Array, " T"]  # its position
     num_after: Int[Array, " T"]  # rows of the same request that follow in this step
     tail_start: Int[Array, " T"]  # first position whose window row the decoder layers may look at
+    window_start: Int[Array, " T"]  # first position whose window row any layer may look at
     page_table: Int[Array, "S M"]
 
 
@@ -88,17 +91,28 @@ def pad_rows(batch: StepBatch, *, multiple: int) -> StepBatch:
         logit_rows=batch.logit_rows,
         tail_starts=None if batch.tail_starts is None else pad(batch.tail_starts, 0),
         tail_rows=batch.tail_rows,
+        window_starts=None if batch.window_starts is None else pad(batch.window_starts, 0),
     )
 
 
 def derive_rows(batch: StepBatch) -> Rows:
     """The row facts of a batch."""
-    tail_starts = jnp.zeros_like(batch.positions) if batch.tail_starts is None else batch.tail_starts
-    return rows_at(batch.positions, batch.slots, tail_starts, batch.page_table)
+    zeros = jnp.zeros_like(batch.positions)
+    return rows_at(
+        batch.positions,
+        batch.slots,
+        zeros if batch.tail_starts is None else batch.tail_starts,
+        zeros if batch.window_starts is None else batch.window_starts,
+        batch.page_table,
+    )
 
 
 def rows_at(
-    positions: Int[Array, " T"], slots: Int[Array, " T"], tail_start: Int[Array, " T"], page_table: Int[Array, "S M"]
+    positions: Int[Array, " T"],
+    slots: Int[Array, " T"],
+    tail_start: Int[Array, " T"],
+    window_start: Int[Array, " T"],
+    page_table: Int[Array, "S M"],
 ) -> Rows:
     """The row facts of rows at positions of slots."""
     first_row = paged.first_rows(slots)
@@ -106,9 +120,11 @@ def rows_at(
         positions=positions,
         slots=slots,
         is_live=slots >= 0,
+        num_live=paged.num_leading(slots >= 0),
         first_row=first_row,
         first_position=positions[first_row],
         num_after=paged.rows_after(slots),
         tail_start=tail_start,
+        window_start=window_start,
         page_table=page_table,
     )

@@ -58,7 +58,7 @@ def token_context(
         kept = state.history[slots, jnp.maximum(position, 0) % config.history_len]
         is_here = index - back >= rows.first_row
         columns.append(jnp.where(is_here, compressed[jnp.maximum(index - back, 0)], kept))
-        exists.append(position >= 0)
+        exists.append(position >= rows.window_start)
     is_kept = rows.is_live & (rows.num_after < config.history_len)
     slot = jnp.where(is_kept, rows.slots, state.history.shape[0])
     # Written once read, as the window ring is: else a compiler keeps a copy for the reads.
@@ -72,7 +72,7 @@ def engram(
     streams: Float[Array, "T C D"],
     context: Int[Array, "T M"],
     exists: Bool[Array, "T M"],
-    is_text: Bool[Array, " T"],
+    rows: Rows,
     layer: Layer,
     *,
     config: RuntimeConfig,
@@ -91,7 +91,7 @@ def engram(
             mixed = _mix_in(params, wkv, entering, hashed, is_text, ordinal=ordinal, config=config)
             return stages.note(f"{prefix}.engram_out", mixed)
 
-        return stages.map_rows(on_tile, streams, context, exists, is_text, config=config)
+        return stages.map_rows(on_tile, streams, context, exists, rows.is_live, num_live=rows.num_live, config=config)
 
     tables = [lambda ordinal=ordinal: with_table(ordinal) for ordinal in range(len(params.embed))]
     return pick(layer.engram_kind, [lambda: streams, *tables])

@@ -63,9 +63,7 @@ def apply_layer(
     Order: main KV and index K of this step, selection, attention over ring and new rows, then the ring.
     """
     rows = step.rows
-    streams = engram(
-        params.engram, carry.streams, step.context, step.exists, rows.is_live, layer, config=config, stages=stages
-    )
+    streams = engram(params.engram, carry.streams, step.context, step.exists, rows, layer, config=config, stages=stages)
     features = carry.features
     if features is not None:
         features = features.at[:, layer.target_ordinal].set(_stream_mean(streams), mode="drop")
@@ -122,7 +120,7 @@ def _enter(
         projected = attending.project(own, x, tables, prefix=prefix, config=config, stages=stages)
         return Entered(streams=streams, mix=mix, x=x, projected=projected, tables=tables)
 
-    return stages.map_rows(on_tile, streams, pre, rows.positions, config=config)
+    return stages.map_rows(on_tile, streams, pre, rows.positions, num_live=rows.num_live, config=config)
 
 
 def _finish(
@@ -158,9 +156,10 @@ def _finish(
         streams = stages.note(f"{prefix}.stream_out", hyper.expand(out, streams, mix))
         return streams, stages.note(f"{prefix}.pre_mix_out", mix.pre)
 
-    streams, mix, routed = stages.map_rows(before_experts, attended, entered, config=config)
+    live = rows.num_live
+    streams, mix, routed = stages.map_rows(before_experts, attended, entered, num_live=live, config=config)
     outputs = run_experts(params.moe.experts, routed, rows.is_live, layer=index, config=config)
-    return stages.map_rows(after_experts, outputs, routed.shared_out, streams, mix, config=config)
+    return stages.map_rows(after_experts, outputs, routed.shared_out, streams, mix, num_live=live, config=config)
 
 
 def _stream_mean(streams: Float[Array, "T C D"]) -> Float[Array, "T D"]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.model.batch import rows_at
+from deepinfer_jax.model.batch import Rows, rows_at
 from deepinfer_jax.model.layer import Carry, Step
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.selection import empty_selection
@@ -40,7 +40,7 @@ def cut_to_tail(
     state = write_sources(
         params,
         carry.state,
-        _source_input(params, carry, boundary, config, stages),
+        _source_input(params, carry, step.rows, boundary, config, stages),
         step.rows,
         boundary,
         config=config,
@@ -54,6 +54,7 @@ def cut_to_tail(
         jnp.where(is_row, step.rows.positions[at], 0),
         jnp.where(is_row, step.rows.slots[at], -1),
         step.rows.tail_start[at],
+        step.rows.window_start[at],
         step.rows.page_table,
     )
     cut = Carry(
@@ -69,7 +70,7 @@ def without_source(layer: Layer) -> Layer:
 
 
 def _source_input(
-    params: Params, carry: Carry, layer: Layer, config: RuntimeConfig, stages: Stages
+    params: Params, carry: Carry, rows: Rows, layer: Layer, config: RuntimeConfig, stages: Stages
 ) -> Float[Array, "T D"]:
     """The boundary layer's normed attention input, for every row."""
     norm = params.attn_norm[layer.layer]
@@ -77,7 +78,7 @@ def _source_input(
     def on_tile(_: Stages, streams: Array, pre: Array) -> Float[Array, "B D"]:
         return rms_norm(hyper.collapse(streams, pre), norm, eps=config.model.rms_norm_eps)
 
-    return stages.map_rows(on_tile, carry.streams, carry.pre, config=config)
+    return stages.map_rows(on_tile, carry.streams, carry.pre, num_live=rows.num_live, config=config)
 
 
 def _place_in(

@@ -148,7 +148,16 @@ def _select_variant(
         return jnp.pad(entries, ((0, 0), (0, room - count)), constant_values=-1), blocks
 
     entries, blocks = stages.map_rows(
-        on_tile, x, q_latent, tables, rows.slots, rows.positions, previous.blocks, config=config, tile=config.row_tile
+        on_tile,
+        x,
+        q_latent,
+        tables,
+        rows.slots,
+        rows.positions,
+        previous.blocks,
+        num_live=rows.num_live,
+        config=config,
+        tile=config.row_tile,
     )
     entries = stages.note(f"{prefix}.topk_idxs", entries)
     if kind.is_candidate_source:

@@ -102,7 +102,7 @@ def _source_rows(
     before = pairs = jnp.zeros((x.shape[0], 2 * model.head_dim), jnp.float32)
     if ratio == 2:
         weights = jnp.concatenate([wkv, params.compressor.wgate[layer.cache_ordinal]], axis=0)
-        pairs = stages.map_rows(lambda _, rows: linear_f32(rows, weights), x, config=config)
+        pairs = stages.map_rows(lambda _, x: linear_f32(x, weights), x, num_live=rows.num_live, config=config)
         stages.note(f"{prefix}.compress_pairs", pairs)
         before = _row_before(pairs, state, rows, layer, config=config)
     wk, k_norm = params.indexer.wk[layer.kv_ordinal], params.indexer.k_norm[layer.kv_ordinal]
@@ -122,7 +122,9 @@ def _source_rows(
         return main, index_key, pairs
 
     # The pairs leave the loop that reads the row before: a compiler cannot write them to the tail any earlier.
-    main, index_key, pairs = stages.map_rows(on_tile, x, before, pairs, rows.positions, config=config)
+    main, index_key, pairs = stages.map_rows(
+        on_tile, x, before, pairs, rows.positions, num_live=rows.num_live, config=config
+    )
     return SourceRows(main_kv=main, index_key=index_key, pairs=pairs)
 
 

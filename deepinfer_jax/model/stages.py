@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.ops.invariant import map_rows
@@ -52,7 +52,14 @@ class Stages:
         """Tells that a stage exists whose view was not built, since nobody asked for it."""
         self._noted.add(name)
 
-    def map_rows(self, fn: Callable[..., Any], *trees: Any, config: RuntimeConfig, tile: int | None = None) -> Any:
+    def map_rows(
+        self,
+        fn: Callable[..., Any],
+        *trees: Any,
+        num_live: Int[Array, ""],
+        config: RuntimeConfig,
+        tile: int | None = None,
+    ) -> Any:
         """`fn(stages, *tiles)` over row tiles (see `ops.invariant.map_rows`), with stages noted inside the tiles.
 
         The tile is `config.product_tile` unless `tile` bounds the memory of a section in every mode.
@@ -66,7 +73,12 @@ class Stages:
             return result, inner.captured
 
         result, captured = map_rows(
-            on_tile, self._forced, *trees, tile=tile or config.product_tile, has_fixed_trips=config.has_fixed_trips
+            on_tile,
+            self._forced,
+            *trees,
+            tile=tile or config.product_tile,
+            num_live=num_live,
+            has_fixed_trips=config.has_fixed_trips,
         )
         self._noted.update(inner_noted)
         self.captured.update(captured)

@@ -1,5 +1,9 @@
 """Everything a request leaves on the device between steps (spec: backbone 9, 7.3)."""
 
+import dataclasses
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
@@ -8,6 +12,7 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.ops.quant import FP8_GROUP, INDEX_GROUP, MAIN_KV_GROUP, Form, ScaledArray
 from deepinfer_jax.pytree import pytree_dataclass
 
+PAGED_LEAVES = (".main_kv", ".index_k")  # names of leaves whose second axis counts pages
 RATIOS = (2, 1)  # compression ratios that have caches, in the order of the cache tuples
 
 
@@ -65,3 +70,58 @@ def init_state(config: RuntimeConfig, *, num_slots: int, num_pages: int) -> Stat
         tails=jnp.zeros((len(sources_of_ratio(model, 2)), num_slots, config.tail_len, 2 * model.head_dim), jnp.float32),
         history=jnp.zeros((num_slots, config.history_len), jnp.int32),
     )
+
+
+def copy_slots(state: State, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> State:
+    """What slots hold, copied to other slots; all are read before any is written, and targets of -1 are left out."""
+    return _with_slots(state, lambda a, axis: _put(a, targets, _take(a, sources, axis), axis))
+
+
+def copy_pages(state: State, sources: Int[Array, " C"], targets: Int[Array, " C"]) -> State:
+    """What pages hold, copied to other pages; all are read before any is written, and targets of -1 are left out."""
+    return _with_pages(state, lambda a, axis: _put(a, targets, _take(a, sources, axis), axis))
+
+
+def take_request(state: State, slot: Int[Array, ""], pages: Int[Array, " M"]) -> State:
+    """A state of one slot and M pages: what a request has left behind. Pages of -1 come as page 0."""
+    return _with_pages(
+        _with_slots(state, lambda a, axis: _take(a, slot[None], axis)), lambda a, axis: _take(a, pages, axis)
+    )
+
+
+def put_request(state: State, request: State, slot: Int[Array, ""], pages: Int[Array, " M"]) -> State:
+    """The state with what `take_request` gave in this slot and these pages; pages of -1 are left out."""
+    written = jax.tree.map(lambda a, own: _put(a, slot[None], own, 1), state.window, request.window)
+    state = dataclasses.replace(
+        state,
+        window=written,
+        tails=_put(state.tails, slot[None], request.tails, 1),
+        history=_put(state.history, slot[None], request.history, 0),
+    )
+    caches, own = (state.main_kv, state.index_k), (request.main_kv, request.index_k)
+    main_kv, index_k = jax.tree.map(lambda a, b: _put(a, pages, b, 1), caches, own)
+    return dataclasses.replace(state, main_kv=main_kv, index_k=index_k)
+
+
+def _with_slots(state: State, change: Callable[[Array, int], Array]) -> State:
+    return dataclasses.replace(
+        state,
+        window=jax.tree.map(lambda a: change(a, 1), state.window),
+        tails=change(state.tails, 1),
+        history=change(state.history, 0),
+    )
+
+
+def _with_pages(state: State, change: Callable[[Array, int], Array]) -> State:
+    main_kv, index_k = jax.tree.map(lambda a: change(a, 1), (state.main_kv, state.index_k))
+    return dataclasses.replace(state, main_kv=main_kv, index_k=index_k)
+
+
+def _take(array: Array, index: Int[Array, " C"], axis: int) -> Array:
+    return jnp.take(array, jnp.maximum(index, 0), axis=axis)
+
+
+def _put(array: Array, index: Int[Array, " C"], values: Array, axis: int) -> Array:
+    at = jnp.where(index >= 0, index, jnp.iinfo(jnp.int32).max)
+    place = (slice(None),) * axis + (at,)
+    return array.at[place].set(values, mode="drop")

@@ -26,16 +26,24 @@ def repeat[C](
     return lax.fori_loop(0, stop, step, carry)
 
 
-def map_rows(fn: Callable[..., Any], *trees: Any, tile: int | None, has_fixed_trips: bool = False) -> Any:
+def map_rows(
+    fn: Callable[..., Any],
+    *trees: Any,
+    tile: int | None,
+    num_live: Int[Array, ""] | None = None,
+    has_fixed_trips: bool = False,
+) -> Any:
     """`fn` over consecutive tiles of `tile` leading rows of every array; None means one call with all rows.
 
     The last tile is filled up with zeros (False, 0); its extra rows are cut from the results. Every result of `fn`
-    must have `tile` leading rows.
+    must have `tile` leading rows. num_live: only tiles with one of the first so many rows are computed, the results
+    of the others are zeros; so padding costs nothing. None, a fixed trip count, or no tile computes all.
     """
     if tile is None:
         return fn(*trees)
     rows = jax.tree.leaves(trees)[0].shape[0]
     num_tiles = -(-rows // tile)
+    count = num_tiles if num_live is None or has_fixed_trips else -(-num_live // tile)
     # Room for two tiles at least: a slice of all there is would not depend on the index, and be moved out of the loop.
     room = max(num_tiles, 2)
     tiled = jax.tree.map(lambda a: _split(a, room, tile), trees)
@@ -46,7 +54,7 @@ def map_rows(fn: Callable[..., Any], *trees: Any, tile: int | None, has_fixed_tr
         made = fn(*jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), tiled))
         return jax.tree.map(lambda whole, one: lax.dynamic_update_index_in_dim(whole, one, index, 0), results, made)
 
-    result = repeat(num_tiles, step, blank, has_fixed_trips=has_fixed_trips)
+    result = repeat(count, step, blank, has_fixed_trips=has_fixed_trips)
     return jax.tree.map(lambda r: r.reshape(room * tile, *r.shape[2:])[:rows], result)
 
 

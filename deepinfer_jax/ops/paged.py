@@ -27,6 +27,12 @@ def rows_after(slots: Int[Array, " T"]) -> Int[Array, " T"]:
     return last - index
 
 
+def num_leading(is_live: Bool[Array, " T"]) -> Int[Array, ""]:
+    """Rows up to the last live one."""
+    index = jnp.arange(1, is_live.shape[0] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(is_live, index, 0), initial=0)
+
+
 def entry_place(
     entries: Int[Array, "B N"], pages: Int[Array, "B M"], *, page_entries: int
 ) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:

@@ -107,6 +107,13 @@ def suppress(logits: Float32[Array, "T V"], suppressed_ids: Int32[Array, " T"]) 
     return jnp.where(token_ids[None, :] == suppressed_ids[:, None], -jnp.inf, logits)
 
 
+def unpack_masks(masks: UInt32[Array, "T W"], vocab_size: int) -> Bool[Array, "T V"]:
+    """Which tokens of each row are allowed, from one bit for each, lowest first; ids beyond the mask are not."""
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(masks.shape[0], -1)[:, :vocab_size] != 0
+    return jnp.pad(allowed, ((0, 0), (0, vocab_size - allowed.shape[1])))
+
+
 def process(logits: Float32[Array, "T V"], rows: SampleRows) -> Processed:
     """Applies temperature, then top-p, then top-k, then log-softmax over what is left.
 

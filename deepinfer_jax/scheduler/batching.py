@@ -1,34 +1,31 @@
 """A plan as one int32 array, padded to a compiled size: what a step is told in a single transfer.
 
-Layout, for T rows, N logit rows and U tail rows: the arrays of `ROW_FIELDS`, T numbers each, then those of
-`LOGIT_FIELDS`, N numbers each, then `tail_rows`, U numbers, back to back. U is 0 where every row runs every layer.
-Fields of `FLOAT_FIELDS` hold the bits of a float32, seed words those of a uint32.
-Padding rows have slot -1, padding logit rows -1; they sample greedily, so that they cause no work.
+Layout, for T rows, N logit rows, U tail rows, S slots and M page columns: the arrays of `ROW_FIELDS`, T numbers each,
+then those of `LOGIT_FIELDS`, N numbers each, then `tail_rows`, U numbers, then the page table, S * M numbers, back to
+back. U is 0 where every row runs every layer. Fields of `FLOAT_FIELDS` hold the bits of a float32, seed words those of
+a uint32. Padding rows have slot -1, padding logit rows -1; they sample greedily, so that they cause no work. A token
+of -1 is the last one drawn for its slot, which is still on the device.
 """
 
+import dataclasses
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
-from deepinfer_jax.sampling.params import NO_TOKEN, forced_token, seed_words, suppressed_token
-from deepinfer_jax.scheduler.request import Request
-from deepinfer_jax.scheduler.slots import Plan
+from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams, forced_token, seed_words, suppressed_token
+from deepinfer_jax.scheduler.plan import Chunk, RankPlan
+from deepinfer_jax.scheduler.sequence import Copy
 
-ROW_FIELDS = ("tokens", "positions", "slots", "tail_starts")
-LOGIT_FIELDS = (
-    "logit_rows",
-    "seed_lo",
-    "seed_hi",
-    "draw_positions",
-    "inverse_temperature",
-    "top_p",
-    "top_k",
-    "is_greedy",
-    "suppressed_ids",
-    "forced_ids",
-)
+ROW_FIELDS = ("tokens", "positions", "slots", "tail_starts", "window_starts")
+# What a request's options fix for all its steps, and all that is told for each logit row.
+OPTION_FIELDS = ("seed_lo", "seed_hi", "inverse_temperature", "top_p", "top_k", "is_greedy")
+LOGIT_FIELDS = ("logit_rows", "draw_positions", "suppressed_ids", "forced_ids", *OPTION_FIELDS)
 FLOAT_FIELDS = frozenset({"inverse_temperature", "top_p"})
+COPY_FIELDS = ("source_slot", "target_slot", "source_page", "target_page")
+LAST_DRAWN = -1  # as a token: the last one drawn for the slot
 _PADDING: dict[str, float] = {
     "slots": -1,
     "tail_rows": -1,
@@ -42,72 +39,102 @@ _PADDING: dict[str, float] = {
 }
 
 
-def packed_len(num_rows: int, num_logits: int, num_tail: int = 0) -> int:
-    """Numbers in the array of a step."""
-    return len(ROW_FIELDS) * num_rows + len(LOGIT_FIELDS) * num_logits + num_tail
+@dataclasses.dataclass(frozen=True)
+class RequestOptions:
+    """What a request asks for beside its tokens: carried by the scheduler as `Sequence.options`."""
+
+    params: SamplingParams  # with the model's EOS as eos_id
+    seed: int  # 64 bits
+    user_id: str = ""
+    extra: Any = None  # the caller's own
+    arrival_time: float | None = None  # of the engine's clock
+
+    @functools.cached_property
+    def packed(self) -> Int32[np.ndarray, " O"]:
+        """The numbers of `OPTION_FIELDS`."""
+        params = self.params
+        words = np.array(seed_words(self.seed), np.uint32).view(np.int32)
+        floats = np.array([params.inverse_temperature, params.top_p], np.float32).view(np.int32)
+        return np.array([*words, *floats, params.top_k, params.is_greedy], np.int32)
 
 
-def fields_of(packed: Any, *, num_rows: int, num_logits: int) -> dict[str, Any]:
+def fields_of(packed: Any, *, num_rows: int, num_logits: int, num_tail: int, num_pages: int) -> dict[str, Any]:
     """The part of each field in a packed array, host or device, still int32."""
-    first = len(ROW_FIELDS) * num_rows
-    second = first + len(LOGIT_FIELDS) * num_logits
-    rows = packed[:first].reshape(len(ROW_FIELDS), num_rows)
-    logits = packed[first:second].reshape(len(LOGIT_FIELDS), num_logits)
+    ends = np.cumsum([len(ROW_FIELDS) * num_rows, len(LOGIT_FIELDS) * num_logits, num_tail])
+    rows = packed[: ends[0]].reshape(len(ROW_FIELDS), num_rows)
+    logits = packed[ends[0] : ends[1]].reshape(len(LOGIT_FIELDS), num_logits)
     parts = {name: rows[i] for i, name in enumerate(ROW_FIELDS)}
     parts |= {name: logits[i] for i, name in enumerate(LOGIT_FIELDS)}
-    return parts | {"tail_rows": packed[second:]}
+    return parts | {
+        "tail_rows": packed[ends[1] : ends[2]],
+        "page_table": packed[ends[2] :].reshape(-1, num_pages),
+    }
 
 
-def tail_rows(plan: Plan) -> list[int]:
-    """The rows of a step that run the decoder layers under compact replay."""
-    kept: list[int] = []
-    row = 0
-    for chunk in plan.chunks:
-        kept += range(row + max(chunk.request.tail_start - chunk.start, 0), row + chunk.length)
-        row += chunk.length
-    return kept
-
-
-def pack_step(plan: Plan | None, *, num_rows: int, num_logits: int, num_tail: int = 0) -> Int32[np.ndarray, " L"]:
-    """The packed array of a plan; None gives a step of padding rows only."""
-    packed = np.zeros(packed_len(num_rows, num_logits, num_tail), np.int32)
-    fields = fields_of(packed, num_rows=num_rows, num_logits=num_logits)
+def pack_step(
+    plan: RankPlan,
+    page_table: Int32[np.ndarray, "S Q"],
+    *,
+    num_rows: int,
+    num_logits: int,
+    num_pages: int,
+    num_tail: int = 0,
+) -> Int32[np.ndarray, " L"]:
+    """The packed array of one rank's part of a plan; an empty part gives a step of padding rows only."""
+    num_slots = page_table.shape[0]
+    length = len(ROW_FIELDS) * num_rows + len(LOGIT_FIELDS) * num_logits + num_tail + num_slots * num_pages
+    packed = np.zeros(length, np.int32)
+    fields = fields_of(packed, num_rows=num_rows, num_logits=num_logits, num_tail=num_tail, num_pages=num_pages)
     views = {name: part.view(np.float32) if name in FLOAT_FIELDS else part for name, part in fields.items()}
     for name, value in _PADDING.items():
         views[name][:] = value
-    if plan is None:
-        return packed
+    views["page_table"][:] = page_table[:, :num_pages]
     if num_tail:
         kept = tail_rows(plan)
         views["tail_rows"][: len(kept)] = kept
     row = logit_row = 0
     for chunk in plan.chunks:
         end = row + chunk.length
-        views["tokens"][row:end] = chunk.request.tokens_from(chunk.start, chunk.length)
-        views["positions"][row:end] = np.arange(chunk.start, chunk.start + chunk.length)
-        views["slots"][row:end] = chunk.request.slot
-        views["tail_starts"][row:end] = chunk.request.tail_start
+        sequence = chunk.sequence
+        views["tokens"][row:end] = _tokens_of(chunk)
+        views["positions"][row:end] = np.arange(chunk.start, chunk.end)
+        views["slots"][row:end] = sequence.slot
+        views["tail_starts"][row:end] = sequence.tail_start
+        views["window_starts"][row:end] = sequence.window_start
         row = end
-        if chunk.emits:
-            views["logit_rows"][logit_row] = row - 1
-            for name, value in _sampling_of(chunk.request).items():
-                views[name][logit_row] = value
+        if chunk.draws:
+            params, first = sequence.options.params, len(ROW_FIELDS) * num_rows + logit_row
+            packed[first : first + len(LOGIT_FIELDS) * num_logits : num_logits] = (
+                row - 1,
+                chunk.draw_position,
+                suppressed_token(params, chunk.output_index),
+                forced_token(params, chunk.output_index),
+                *sequence.options.packed,
+            )
             logit_row += 1
     return packed
 
 
-def _sampling_of(request: Request) -> dict[str, Any]:
-    """The sampling fields of a request's next token."""
-    params, output_index = request.params, len(request.output)
-    low, high = seed_words(request.seed)
-    return {
-        "seed_lo": np.uint32(low).view(np.int32),
-        "seed_hi": np.uint32(high).view(np.int32),
-        "draw_positions": request.num_tokens,
-        "inverse_temperature": params.inverse_temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "is_greedy": params.is_greedy,
-        "suppressed_ids": suppressed_token(params, output_index),
-        "forced_ids": forced_token(params, output_index),
-    }
+def pack_copies(copies: Iterable[Copy], *, num_copies: int) -> Int32[np.ndarray, "C F"]:
+    """One row for each copy, the fields of `COPY_FIELDS`; padding is -1."""
+    packed = np.full((num_copies, len(COPY_FIELDS)), -1, np.int32)
+    for row, copy in zip(packed, copies, strict=False):
+        row[:] = [getattr(copy, name) for name in COPY_FIELDS]
+    return packed
+
+
+def tail_rows(plan: RankPlan) -> list[int]:
+    """The rows of a step that run the decoder layers under compact replay."""
+    kept: list[int] = []
+    row = 0
+    for chunk in plan.chunks:
+        kept += range(row + chunk.length - chunk.num_tail_rows, row + chunk.length)
+        row += chunk.length
+    return kept
+
+
+def _tokens_of(chunk: Chunk) -> Any:
+    """The chunk's tokens; the first is on the device where the step that draws it is unread."""
+    if chunk.draw_source < 0:
+        return chunk.sequence.tokens_from(chunk.start, chunk.length)
+    return [LAST_DRAWN, *chunk.sequence.tokens_from(chunk.start + 1, chunk.length - 1)]

@@ -1,9 +1,11 @@
-"""What one step does, for every data-parallel rank: the copies of forked requests, then rows at positions of slots.
+"""What one step does, for every data-parallel rank: copies of states and pages, then rows at positions of slots.
 
 All ranks run the same kind of step in the same compiled shape, so a shape is chosen by the largest rank.
 """
 
 import dataclasses
+from collections import abc
+from collections.abc import Mapping
 
 from deepinfer_jax.scheduler.sequence import Copy, Sequence
 
@@ -85,6 +87,18 @@ class Plan:
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks of all ranks, in the order of the ranks."""
         return tuple(chunk for rank in self.ranks for chunk in rank.chunks)
+
+    def check_tokens(self, tokens: Mapping[str, abc.Sequence[int]]) -> None:
+        """Raises ValueError unless there are as many tokens for each request as its chunk can have drawn."""
+        for chunk in self.chunks:
+            if chunk.draws and not chunk.is_stale:
+                most = 1 if self.is_prefill else chunk.length
+                count = len(tokens.get(chunk.sequence.request_id, ()))
+                if not 1 <= count <= most:
+                    raise ValueError(
+                        f"step {self.step} gave {count} tokens for request {chunk.sequence.request_id!r}; "
+                        f"it must give 1 to {most}"
+                    )
 
     @property
     def num_rows(self) -> int:

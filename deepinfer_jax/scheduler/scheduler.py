@@ -11,33 +11,16 @@ device.
     for sequence in scheduler.take_ended(): ...
 """
 
-import dataclasses
 from collections import abc, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from deepinfer_jax.scheduler.plan import Chunk, Plan, RankPlan
-from deepinfer_jax.scheduler.policy import SchedulerConfig
+from deepinfer_jax.scheduler.policy import Counters, Gauges, SchedulerConfig
 from deepinfer_jax.scheduler.rank import Rank
 from deepinfer_jax.scheduler.sequence import Limits, Sequence
 
 _MAX_UNREAD = 1  # plans that may be unread when the next one is made
-
-
-@dataclasses.dataclass
-class Counters:
-    """What happened since the start."""
-
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    prefill_rows: int = 0  # of all ranks, without padding
-    decode_rows: int = 0
-    tokens_committed: int = 0
-    results_dropped: int = 0  # chunks whose request had ended or was preempted
-    preemptions: int = 0
-    forks_copied: int = 0  # took over their parent's state
-    forks_queued: int = 0  # have to compute their parent's tokens again
-    ended: int = 0
 
 
 class Scheduler:
@@ -45,8 +28,8 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.ranks = tuple(Rank(config) for _ in range(config.num_ranks))
         self.counters = Counters()
+        self.ranks = tuple(Rank(config, self.counters) for _ in range(config.num_ranks))
         self._sequences: dict[str, Sequence] = {}  # unfinished
         self._ended: list[Sequence] = []
         self._unread: deque[Plan] = deque()
@@ -66,21 +49,21 @@ class Scheduler:
         """Plans that were made and not yet committed."""
         return len(self._unread)
 
+    @property
+    def gauges(self) -> Gauges:
+        """What is held now."""
+        num_snapshots = sum(len(rank.prefix.snapshots) for rank in self.ranks)
+        num_cached = sum(rank.prefix.num_pages_cached for rank in self.ranks)
+        return Gauges(num_snapshots, num_cached, sum(rank.num_pages_used for rank in self.ranks))
+
     def get(self, request_id: str) -> Sequence | None:
         """The unfinished request of this id."""
         return self._sequences.get(request_id)
 
     def add(self, sequence: Sequence, *, rank: int | None = None) -> None:
         """Takes in a request, on the rank with the fewest unless one is named. It may end at once: `take_ended`."""
-        if not sequence.prompt:
-            raise ValueError("prompt must not be empty")
-        if rank is None:
-            rank = min(range(len(self.ranks)), key=lambda index: self.ranks[index].num_unfinished)
-        elif not 0 <= rank < len(self.ranks):
-            raise ValueError(f"rank={rank} does not exist; there are {len(self.ranks)}")
-        self._register(sequence, rank)
-        num_tokens = sequence.num_tokens
-        if num_tokens > self.config.max_model_len or self.config.pages_of(num_tokens) > self.config.num_pages:
+        self._register(sequence, self._rank_of(sequence, rank))
+        if not self.config.can_hold(sequence.num_tokens):
             self._end(sequence, "prompt_length_exceeded")
 
     def fork(
@@ -113,9 +96,10 @@ class Scheduler:
             limits=limits or parent.limits,
             tail_start=parent.tail_start,
             options=parent.options if options is None else options,
+            checkpoints=parent.checkpoints,
             output=parent.output[: kept - num_prompt],
         )
-        self._register(sequence, parent.rank, parent=parent)
+        self._register(sequence, parent.rank, lambda on: on.admit_fork(sequence, parent))
         if sequence.slot >= 0:
             self.counters.forks_copied += 1
         else:
@@ -123,6 +107,36 @@ class Scheduler:
         if reason := sequence.stop_reason(self.config.max_model_len):
             self._end(sequence, reason)
         return sequence
+
+    def adopt(
+        self, sequence: Sequence, num_written: int, *, state_end: int | None = None, rank: int | None = None
+    ) -> bool:
+        """Takes in a request, whose prompt and output are known, with the state behind its first tokens.
+
+        True: it runs, and before the caller launches another plan it writes the first `num_written` positions to the
+        pages in `sequence.pages`, and the state to `sequence.slot`. False: it waits, or has ended (`take_ended`);
+        nothing is to be written, and what is known is computed again.
+
+        state_end: positions that the rings of that state have seen, if they have gone further.
+        """
+        seen, most_ahead = num_written if state_end is None else state_end, self.config.rollback_tokens
+        if not 0 < num_written < sequence.num_tokens:
+            raise ValueError(f"num_written={num_written} must be from 1 to {sequence.num_tokens - 1}, all but one")
+        if not 0 <= seen - num_written <= most_ahead:
+            raise ValueError(f"state_end={seen} must be from {num_written} to {num_written + most_ahead}")
+        reason = sequence.stop_reason(self.config.max_model_len)
+        if not self.config.can_hold(len(sequence.prompt)):
+            reason = "prompt_length_exceeded"
+        self._register(
+            sequence, self._rank_of(sequence, rank), lambda on: not reason and on.adopt(sequence, num_written, seen)
+        )
+        if reason:
+            self._end(sequence, reason)
+        elif sequence.slot >= 0:
+            self.counters.adopted += 1
+        else:
+            self.counters.adoptions_queued += 1
+        return sequence.slot >= 0
 
     def abort(self, request_id: str) -> bool:
         """Ends a request whatever it does at the moment; False if it is not unfinished."""
@@ -134,7 +148,7 @@ class Scheduler:
         if sequence is None:
             return False
         sequence.error = error
-        self._end(sequence, reason)
+        self._finish(sequence, reason)
         return True
 
     def take_ended(self) -> list[Sequence]:
@@ -142,7 +156,22 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    def _register(self, sequence: Sequence, rank: int, *, parent: Sequence | None = None) -> None:
+    def clear_prefix_cache(self) -> None:
+        """Forgets every known prefix. Requests keep what they have taken over."""
+        for rank in self.ranks:
+            rank.prefix.clear()
+
+    def _rank_of(self, sequence: Sequence, rank: int | None) -> int:
+        """Where a new request goes: to the rank with the fewest unless one is named."""
+        if not sequence.prompt:
+            raise ValueError("prompt must not be empty")
+        if rank is None:
+            return min(range(len(self.ranks)), key=lambda index: self.ranks[index].num_unfinished)
+        if not 0 <= rank < len(self.ranks):
+            raise ValueError(f"rank={rank} does not exist; there are {len(self.ranks)}")
+        return rank
+
+    def _register(self, sequence: Sequence, rank: int, admit: Callable[[Rank], bool] = lambda _: False) -> None:
         if sequence.request_id in self._sequences:
             raise ValueError(f"request {sequence.request_id!r} is unfinished; a new one needs an id of its own")
         if sequence.arrival >= 0:
@@ -151,8 +180,14 @@ class Scheduler:
         sequence.prefill_len = sequence.num_tokens
         self._num_arrived += 1
         self._sequences[sequence.request_id] = sequence
-        if parent is None or not self.ranks[rank].admit_fork(sequence, parent):
+        if not admit(self.ranks[rank]):
             self.ranks[rank].enqueue(sequence)
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        """Ends a request that may have been read; what it leaves is kept for the next turn if it came to its end."""
+        if reason in ("stop", "length"):
+            self.ranks[sequence.rank].keep(sequence, min(sequence.num_written, sequence.num_tokens))
+        self._end(sequence, reason)
 
     def _end(self, sequence: Sequence, reason: str) -> None:
         self.ranks[sequence.rank].remove(sequence)
@@ -194,6 +229,8 @@ class Scheduler:
             for own, rank in zip(chunks, self.ranks, strict=True)
         )
         plan = Plan(step=self._num_steps, is_prefill=is_prefill, ranks=ranks)
+        for rank, part in zip(self.ranks, ranks, strict=True):
+            rank.keep_chunks(part, is_prefill=is_prefill, step=plan.step)
         num_rows = sum(rank.num_rows for rank in ranks)
         if is_prefill:
             self._decodes_since_prefill = 0
@@ -208,40 +245,45 @@ class Scheduler:
         return plan
 
     def _prefill_chunks(self, rank: Rank) -> Iterator[Chunk]:
-        """Prompts that were begun, then those that wait, in order of arrival, while there is room."""
+        """Prompts that were begun and those that wait, in order of arrival, while there is room."""
         begun = deque(sequence for sequence in rank.running if sequence.is_in_prefill)
-        rows, keys, ends = self.config.max_num_batched_tokens, 0, 0
-        while sequence := begun.popleft() if begun else self._first_waiting(rank):
-            length = self._chunk_len(sequence, rows)
-            end = sequence.num_scheduled + length
+        rows, keys, ends, admits = self.config.max_num_batched_tokens, 0, 0, True
+        while sequence := self._next_prompt(rank, begun, admits=admits):
+            hit = rank.find_prefix(sequence) if sequence.slot < 0 else None
+            start = hit.position if hit else sequence.num_scheduled
+            length = self._chunk_len(sequence, start, rows)
+            end = start + length
             draws = end == sequence.prefill_len
             has_keys = keys == 0 or keys + end <= self.config.prefill_max_key_tokens
             if length == 0 or not has_keys or ends + draws > self.config.max_prompts_ended:
                 return
-            if sequence.slot < 0 and not rank.admit(sequence):
-                return
+            if sequence.slot < 0 and not rank.admit(sequence, hit):
+                admits = False  # those that run go on: they may hold the memory that it lacks
+                continue
             yield self._launch(sequence, length, draw_index=ends if draws else -1, draw_position=end)
             rows, keys, ends = rows - length, keys + end, ends + draws
 
-    def _first_waiting(self, rank: Rank) -> Sequence | None:
-        """Ends requests that outgrew the memory while they shared pages with others."""
-        while rank.waiting:
+    def _next_prompt(self, rank: Rank, begun: deque[Sequence], *, admits: bool) -> Sequence | None:
+        """The first that was begun (an adopted one may be newer than one that waits), or that waits if it `admits`.
+
+        Ends requests that outgrew the memory while they shared pages with others.
+        """
+        while admits and rank.waiting and (not begun or rank.waiting[0].arrival < begun[0].arrival):
             sequence = rank.waiting[0]
             if self.config.pages_of(sequence.prefill_len) <= self.config.num_pages:
                 return sequence
             self._end(sequence, "insufficient_system_resource")
-        return None
+        return begun.popleft() if begun else None
 
-    def _chunk_len(self, sequence: Sequence, max_rows: int) -> int:
-        """Rows of the next chunk of a prompt, 0 if none fits. The one place that decides where a prompt is cut."""
-        start = sequence.num_scheduled
-        left = sequence.prefill_len - start
-        if left <= max_rows:
-            return left
-        if not self.config.is_chunked:
-            return 0
-        end = start + max_rows
-        return max(0, end - end % self.config.chunk_multiple - start)
+    def _chunk_len(self, sequence: Sequence, start: int, max_rows: int) -> int:
+        """Rows of a prompt's chunk at `start`, 0 if none fits. The one place that decides where a prompt is cut."""
+        config, end = self.config, start + max_rows
+        if not config.is_chunked:
+            return sequence.prefill_len - start if sequence.prefill_len <= end else 0
+        cut = sequence.next_cut(start, interval=config.checkpoint_interval, multiple=config.chunk_multiple)
+        if cut <= end:
+            return cut - start
+        return max(0, end - end % config.chunk_multiple - start)
 
     def _decode_chunks(self, rank: Rank) -> Iterator[Chunk]:
         """The next rows of every running request whose prompt is done, oldest first."""
@@ -260,7 +302,7 @@ class Scheduler:
     def _make_room(self, rank: Rank, sequence: Sequence, num_tokens: int) -> bool:
         """Gives a request the pages of `num_tokens` tokens. The newest ones give way, which may be the request."""
         missing = self.config.pages_of(num_tokens) - len(sequence.pages)
-        while missing > rank.pages.num_free:
+        while not rank.has_room(missing):
             newest = rank.running[-1]
             if len(rank.running) == 1:  # it has all there is
                 self._end(newest, "insufficient_system_resource")
@@ -308,14 +350,13 @@ class Scheduler:
         since are dropped, and may be left out.
         """
         live = [chunk for chunk in plan.chunks if not chunk.is_stale]
-        self._check_tokens(plan, live, tokens)
+        plan.check_tokens(tokens)
         self._close(plan)
         kept: list[tuple[Sequence, tuple[int, ...]]] = []
         for chunk in live:
             sequence = chunk.sequence
-            sequence.rows_in_flight -= chunk.length
             drawn = tokens[sequence.request_id] if chunk.draws else ()
-            sequence.num_written += chunk.length if plan.is_prefill else len(drawn)
+            sequence.read_rows(chunk.length, chunk.length if plan.is_prefill else len(drawn))
             if not chunk.draws:
                 continue
             sequence.draws_in_flight -= 1
@@ -323,7 +364,7 @@ class Scheduler:
             self.counters.tokens_committed += len(taken)
             kept.append((sequence, taken))
             if reason:
-                self._end(sequence, reason)
+                self._finish(sequence, reason)
         self.counters.results_dropped += len(plan.chunks) - len(live)
         return kept
 
@@ -331,7 +372,8 @@ class Scheduler:
         """Ends the requests of the oldest unread plan, which broke: reason "abort", `error` set. The others go on.
 
         state_is_lost: the caches are empty now, so every other request is computed again, and the results of later
-        plans are dropped when they are committed. A plan with copies counts as lost: forks may build on them.
+        plans are dropped when they are committed. A plan with copies counts as lost: forks and prefix hits may build
+        on them. No known prefix outlives a broken step.
         """
         live = [chunk for chunk in plan.chunks if not chunk.is_stale]
         self._close(plan)
@@ -339,22 +381,12 @@ class Scheduler:
         for chunk in live:
             chunk.sequence.error = error
             self._end(chunk.sequence, "abort")
+        self.clear_prefix_cache()
         if state_is_lost or plan.num_copies:
             for rank in self.ranks:
                 for sequence in tuple(rank.running):
                     self.counters.preemptions += 1
                     self._requeue(sequence)
-
-    def _check_tokens(self, plan: Plan, live: list[Chunk], tokens: Mapping[str, abc.Sequence[int]]) -> None:
-        for chunk in live:
-            if chunk.draws:
-                most = 1 if plan.is_prefill else chunk.length
-                count = len(tokens.get(chunk.sequence.request_id, ()))
-                if not 1 <= count <= most:
-                    raise ValueError(
-                        f"step {plan.step} gave {count} tokens for request {chunk.sequence.request_id!r}; "
-                        f"it must give 1 to {most}"
-                    )
 
     def _close(self, plan: Plan) -> None:
         """Marks the oldest unread plan as read."""

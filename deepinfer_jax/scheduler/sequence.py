@@ -6,15 +6,18 @@ an unread step will be kept; a commit corrects it.
 """
 
 import dataclasses
+import math
 from collections import abc
 from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A fork takes over its parent's state, and the page that its next row shares with rows of the parent.
+    """A state slot taken over, and the page that the next row shares with rows of whoever wrote it.
 
-    All copies of a step read before any of them writes, and all write before the rows of the step.
+    A fork takes them from its parent, a prefix hit from a snapshot, and a snapshot (whose slot is behind those of the
+    requests) takes the state of a request. All copies of a step read before any of them writes, and all write before
+    the rows of the step.
     """
 
     source_slot: int
@@ -41,6 +44,7 @@ class Sequence:
     limits: Limits
     tail_start: int = 0  # bounded replay: fixed by the original prompt, the same after preemption and in a fork
     options: Any = None  # sampling parameters, seed: carried, never looked at
+    checkpoints: frozenset[int] = frozenset()  # where its prompt is cut, and kept for others with the same beginning
 
     output: list[int] = dataclasses.field(default_factory=list)  # tokens that were read, those of a fork's parent first
     finish_reason: str = ""  # spec: interface 5.6
@@ -50,13 +54,15 @@ class Sequence:
 
     slot: int = -1  # state slot, -1 while it waits
     pages: list[int] = dataclasses.field(default_factory=list)  # page i holds tokens i * page_tokens and following
-    pending_copy: Copy | None = None  # of a fork: what the next step copies before its rows
+    pending_copy: Copy | None = None  # of a fork or a prefix hit: what the next step copies before its rows
+    window_start: int = 0  # rows look at window positions from here on; the ring does not hold those in front
+    branch_point: int = 0  # one more checkpoint: where its known pages end although no state is known there
     prefill_len: int = 0  # rows below this position belong to prefill steps
     num_written: int = 0  # positions whose rows were read and kept
     rows_in_flight: int = 0  # rows of unread steps
     draws_in_flight: int = 0  # unread steps that draw at least one token
     draw_index: int = -1  # place among the drawing chunks of the last step that draws
-    state_end: int = 0  # positions that the slot's rings have seen; rejected rows count
+    seen_end: int = 0  # positions that the slot's rings have seen in steps that were read; rejected rows count
     last_step: int = -1  # last step that uses the slot
     epoch: int = 0  # grows when the slot is given back: results planned before that are dropped
 
@@ -69,6 +75,11 @@ class Sequence:
     def num_scheduled(self) -> int:
         """Positions with a row once every launched step is read, if all its rows are kept."""
         return self.num_written + self.rows_in_flight
+
+    @property
+    def state_end(self) -> int:
+        """Positions that the slot's rings have seen once every launched step is done; rejected rows count."""
+        return max(self.seen_end, self.num_scheduled)
 
     @property
     def is_in_prefill(self) -> bool:
@@ -104,19 +115,38 @@ class Sequence:
                 return tuple(tokens[:count]), reason
         return tuple(tokens), ""
 
+    def is_checkpoint(self, position: int, *, interval: int) -> bool:
+        """Whether the tokens in front of a position are to be kept; interval 0: there are no regular checkpoints."""
+        is_regular = interval > 0 and position % interval == 0
+        return is_regular or position in self.checkpoints or position == self.branch_point
+
+    def next_cut(self, start: int, *, interval: int, multiple: int) -> int:
+        """The first checkpoint behind `start` that is a multiple; the end of its prompt if that comes first."""
+        cuts = [cut for cut in (*self.checkpoints, self.branch_point) if cut > start and cut % multiple == 0]
+        if interval:
+            common = math.lcm(interval, multiple)
+            cuts.append(start - start % common + common)
+        return min((self.prefill_len, *cuts))
+
     def launch_rows(self, count: int, *, step: int, draw_index: int) -> None:
         """Notes rows that a step computes; draw_index is -1 if it draws nothing for this request."""
         self.rows_in_flight += count
-        self.state_end = max(self.state_end, self.num_scheduled)
         self.last_step = step
         if draw_index >= 0:
             self.draws_in_flight += 1
             self.draw_index = draw_index
 
+    def read_rows(self, count: int, num_kept: int) -> None:
+        """Notes that the oldest unread rows have been read, and how many of them stay."""
+        self.seen_end = max(self.seen_end, self.num_written + count)
+        self.rows_in_flight -= count
+        self.num_written += num_kept
+
     def forget_rows(self) -> None:
         """Back to the start: everything known has to be computed again, and results under way are void."""
         self.slot, self.pages, self.pending_copy = -1, [], None
-        self.num_written = self.rows_in_flight = self.draws_in_flight = self.state_end = 0
+        self.num_written = self.rows_in_flight = self.draws_in_flight = self.seen_end = 0
+        self.window_start = self.branch_point = 0
         self.draw_index = self.last_step = -1
         self.prefill_len = self.num_tokens
         self.epoch += 1

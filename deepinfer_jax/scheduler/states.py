@@ -1,6 +1,7 @@
 """Which state slots (rings, compressor tails, history) are free."""
 
 from collections import deque
+from collections.abc import Set
 
 
 class StateSlots:
@@ -34,14 +35,24 @@ class StateSlots:
         """Slots that wait for a step to be read."""
         return frozenset(slot for _, slot in self._quarantine)
 
-    def allocate(self) -> int:
-        """A free slot. Raises ValueError if there is none."""
-        if not self._free:
+    @property
+    def last_read(self) -> int:
+        """The last step that was read, -1 if none was."""
+        return self._last_read
+
+    def has_free(self, *, avoid: Set[int] = frozenset()) -> bool:
+        """Whether a slot outside `avoid` can be handed out now."""
+        return any(slot not in avoid for slot in self._free)
+
+    def allocate(self, *, avoid: Set[int] = frozenset()) -> int:
+        """A free slot outside `avoid`. Raises ValueError if there is none."""
+        slot = next((slot for slot in self._free if slot not in avoid), -1)
+        if slot < 0:
             raise ValueError(
                 f"no state slot is free: {len(self._used)} of {self.num_slots} are in use and "
                 f"{len(self._quarantine)} wait for a step to be read"
             )
-        slot = self._free.popleft()
+        self._free.remove(slot)
         self._used.add(slot)
         return slot
 

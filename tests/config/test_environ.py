@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_jax.config import args as args_module
-from deepinfer_jax.config import environ
+from deepinfer_jax.config import environ, forms
 from deepinfer_jax.config.args import EngineArgs, resolve
 
 GIB = 2**30
@@ -106,7 +106,7 @@ def land(monkeypatch):
     return add
 
 
-def read(name: str, text: str) -> environ.Value:
+def read(name: str, text: str) -> forms.Value:
     return getattr(environ.Envs({name: text}), name)
 
 
@@ -136,96 +136,10 @@ def test_variables_have_distinct_fields_and_a_known_feature():
     assert len(set(fields)) == len(fields)
     features = {"model", "replay", "kernels", "engine", "sampling", "speculation"}
     features |= {"sharding", "vision", "Ascend"}
+    assert features >= environ.LANDED
     for variable in environ.VARIABLES.values():
         assert variable.lands_with in (features if variable.kind in "KA" else {""})
         assert variable.doc
-
-
-@pytest.mark.parametrize("text", ["1", "true", "TRUE", "on", "On", "yes", "YES", " 1 "])
-def test_bool_words_for_true_in_any_case(text):
-    assert read("DEEPINFER_BATCH_INVARIANT", text) is True
-
-
-@pytest.mark.parametrize("text", ["0", "false", "FALSE", "off", "Off", "no", "NO"])
-def test_bool_words_for_false_in_any_case(text):
-    assert read("DEEPINFER_BATCH_INVARIANT", text) is False
-
-
-@pytest.mark.parametrize(
-    "name, text, value",
-    [
-        ("DEEPINFER_GC_INTERVAL_STEP", "+7", 7),
-        ("DEEPINFER_XGRAMMAR_CACHE_LIMIT_BYTES", "-1", -1),
-        ("DEEPINFER_FORCE_IMBALANCE_RATIO", "2.5", 2.5),
-        ("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", "4096", 4096),
-        ("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", "3 GiB", 3 * GIB),
-        ("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", "2kib", 2048),
-        ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "0.5", 0.5),
-        ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1, 0.5,2", (1.0, 0.5, 2.0)),
-        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "0..3,7,10..12", "0..3,7,10..12"),
-        ("DEEPINFER_JAX_KERNELS", "mosaic_sm90", "mosaic_sm90"),
-        ("DEEPINFER_HF_MODEL_DIR", "", None),
-        ("DEEPINFER_TORCH_PROFILER_DIR", "", tempfile.gettempdir()),
-        ("DEEPINFER_HF_MODEL_DIR", "/a b", "/a b"),
-        ("DEEPINFER_MAX_BACKTRACKING_TOKENS", "9", 9),
-    ],
-)
-def test_well_formed_text_gives_the_typed_value(name, text, value):
-    got = read(name, text)
-    assert got == value
-    assert type(got) is type(value)
-
-
-@pytest.mark.parametrize(
-    "name, text, reason, allowed",
-    [
-        ("DEEPINFER_BATCH_INVARIANT", "2", "not a bool", "0, 1, true, false, on, off, yes, no"),
-        ("DEEPINFER_BATCH_INVARIANT", "", "not a bool", "0, 1, true, false, on, off, yes, no"),
-        ("DEEPINFER_GC_INTERVAL_STEP", "many", "not an integer", "int >= 1"),
-        ("DEEPINFER_GC_INTERVAL_STEP", "1.5", "not an integer", "int >= 1"),
-        ("DEEPINFER_PREFILL_ATTEMPT_INTERVAL", "0", "out of bounds", "int >= 1"),
-        ("DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL", "0", "out of bounds", "int >= 1"),
-        ("DEEPINFER_MOE_LB_STAT_INTERVAL", "0", "out of bounds", "int >= 1"),
-        ("DEEPINFER_NCCL_MEMORY_SAMPLE_INTERVAL_STEPS", "0", "out of bounds", "int >= 1"),
-        ("DEEPINFER_USE_NEXTN_DECODE", "-1", "out of bounds", "int >= 0"),
-        ("DEEPINFER_PROFILE_HTTP_PORT_BASE", "65536", "out of bounds", "int in 1..65535"),
-        ("DEEPINFER_JAX_ASCEND_DETERMINISM", "4", "out of bounds", "int in 0..3"),
-        ("DEEPINFER_NUM_STATE_SLOTS_RATIO", "0.9", "out of bounds", "float >= 1.0"),
-        ("DEEPINFER_MULTI_MODAL_WORKER_TIMEOUT", "nan", "not finite", "float >= 0.0"),
-        ("DEEPINFER_MULTI_MODAL_WORKER_TIMEOUT", "long", "not a number", "float >= 0.0"),
-        ("DEEPINFER_FORCE_IMBALANCE_RATIO", "0.5", "neither 0 nor at least 1", "a number >= 1"),
-        ("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", "10GB", "not a byte count", "KiB, MiB or GiB"),
-        ("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", "0", "not a byte count", "an integer >= 1"),
-        ("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE", "on", "not one of", "off, mask, compact"),
-        ("DEEPINFER_ACCELERATOR", "tpu", "not one of", "auto, cpu, nvidia, ascend"),
-        ("DEEPINFER_JAX_NUMERICS", "fp16", "not one of", "fp32_noqdq, fp32, bf16, q"),
-        ("DEEPINFER_JAX_PREFIX_CACHE", "on", "not one of", "off, exact, replay"),
-        ("DEEPINFER_JAX_SPEC_MODE", "fast", "not one of", "match, rejection, block"),
-        ("DEEPINFER_JAX_KERNELS", "Mosaic-1", "not an implementation name", "auto, reference"),
-        ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1,,2", "not a number", "numbers above 0"),
-        ("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1,0", "0.0 is not above 0", "numbers"),
-        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "3..1", "'3..1' does not rise", "rising"),
-        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "1,1", "'1' does not rise", "rising"),
-        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "0..3,3", "'3' does not rise", "rising"),
-        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "1,", "'' is neither an id nor a range", "rising"),
-        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "-1", "'-1' is neither an id nor", "rising"),
-        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "1-3", "'1-3' is neither an id nor", "rising"),
-        ("DEEPINFER_DECODE_TOKEN_BLACKLIST", "0..2147483648", "above 2147483647", "rising"),
-    ],
-)
-def test_malformed_text_is_refused_with_name_text_reason_and_allowed(name, text, reason, allowed):
-    with pytest.raises(ValueError) as caught:
-        read(name, text)
-    message = str(caught.value)
-    assert message.startswith(f"{name}={text!r} is refused: ")
-    assert reason in message
-    assert allowed in message.split("; allowed: ")[1]
-    assert message.endswith("; correct or unset it")
-
-
-def test_token_ranges_hold_both_ends():
-    assert environ.token_ranges("0..3,7, 10..12") == (range(4), range(7, 8), range(10, 13))
-    assert environ.token_ranges("") == ()
 
 
 def test_backtracking_covers_the_drafts_and_one_more():
@@ -321,8 +235,6 @@ def test_value_that_turns_nothing_on_is_accepted(variable, off):
         "DEEPINFER_COMPUTE_SUM_SMALLER_PROBS=1 needs sampling; False",
         "DEEPINFER_GLOO_TIMEOUT=9 needs sharding; 14400",
         "DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL=10 needs sharding; 0",
-        "DEEPINFER_PREFILL_MAX_SUM_SEQLEN_K=4096 needs engine; 1073741824",
-        "DEEPINFER_INDEX_ATTN_MEMORY_LIMIT=1GiB needs engine; 10737418240",
         "DEEPINFER_USE_NEXTN_DECODE=5 needs speculation; 0",
         "DEEPINFER_ENABLE_MTP_VARLEN=1 needs speculation; False",
         "DEEPINFER_MAX_BACKTRACKING_TOKENS=9 needs speculation; 0",
@@ -330,12 +242,8 @@ def test_value_that_turns_nothing_on_is_accepted(variable, off):
         "DEEPINFER_SAMPLER_FORCE_TOPK=5 needs sampling; 0",
         "DEEPINFER_DECODE_TOKEN_BLACKLIST=3..5 needs sampling; (empty)",
         "DEEPINFER_XGRAMMAR_TIMEOUT=5 needs sampling; 20",
-        "DEEPINFER_ZERO_OVERHEAD_SCHEDULING=1 needs engine; False",
-        "DEEPINFER_PROFILE_HTTP_ENABLE=1 needs engine; False",
-        "DEEPINFER_TORCH_PROFILER_DIR=/x needs engine; /",
         "DEEPINFER_MULTI_MODAL_BUFFER_SIZE=8 needs vision; 512",
         "DEEPINFER_JAX_KERNELS=mosaic_sm90 needs kernels; auto, reference",
-        "DEEPINFER_JAX_PREFIX_CACHE=exact needs engine; off",
         "DEEPINFER_JAX_SPEC_MODE=block needs speculation; match",
         "DEEPINFER_JAX_GRAMMAR_WHITESPACE=2 needs sampling; 8",
         "DEEPINFER_JAX_ASCEND_SIM=1 needs Ascend; False",
@@ -353,6 +261,49 @@ def test_variable_that_turns_a_missing_feature_on_is_refused_with_what_is_allowe
     assert message.endswith(f"; change or unset {name}")
     land(feature)
     resolve(EngineArgs(), {name: value})
+
+
+# Variable -> (field, text, value), for each that the engine reads.
+ENGINE = {
+    "DEEPINFER_PREFILL_MAX_SUM_SEQLEN_K": ("prefill_max_key_tokens", "4096", 4096),
+    "DEEPINFER_INDEX_ATTN_MEMORY_LIMIT": ("index_attn_memory_limit", "1GiB", GIB),
+    "DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL": ("decode_bucket_interval", "16", 16),
+    "DEEPINFER_NUM_STATE_SLOTS_RATIO": ("state_slots_ratio", "1.5", 1.5),
+    "DEEPINFER_PREFILL_STORE_EXTRA_STATE": ("store_extra_state", "1", True),
+    "DEEPINFER_PREFILL_STORE_EXTRA_SIZE": ("store_extra_tokens", "256", 256),
+    "DEEPINFER_PREFILL_ATTEMPT_INTERVAL": ("prefill_attempt_interval", "1", 1),
+    "DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL": ("prefill_any_attempt_interval", "2", 2),
+    "DEEPINFER_ZERO_OVERHEAD_SCHEDULING": ("async_scheduling", "0", False),
+    "DEEPINFER_LOGGING_INTERVAL_STEP": ("logging_interval_steps", "10", 10),
+    "DEEPINFER_GC_INTERVAL_STEP": ("gc_interval_step", "50", 50),
+    "DEEPINFER_DISABLE_SYNC_GUARD": ("sync_guard_disabled", "1", True),
+    "DEEPINFER_PROFILE_TORCH_CUDA_MEMORY": ("memory_profile_path", "/m/profile", "/m/profile"),
+    "DEEPINFER_ENABLE_MEMORY_TRACING": ("memory_tracing", "1", True),
+    "DEEPINFER_PROFILE_HTTP_ENABLE": ("profile_http_enable", "1", True),
+    "DEEPINFER_PROFILE_HTTP_PORT_BASE": ("profile_http_port_base", "7000", 7000),
+    "DEEPINFER_TORCH_PROFILER_DIR": ("trace_dir", "/traces", "/traces"),
+    "DEEPINFER_JAX_PREFIX_CACHE": ("prefix_cache", "replay", "replay"),
+}
+
+
+def test_every_variable_of_the_engine_has_a_field_of_its_own():
+    assert set(ENGINE) == {v.name for v in environ.VARIABLES.values() if v.lands_with == "engine"}
+    for name, (field, _, _) in ENGINE.items():
+        assert environ.VARIABLES[name].field == field
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_variable_of_the_engine_sets_its_field_and_no_other(name):
+    field, text, value = ENGINE[name]
+    default, config = resolve(EngineArgs(), {}), resolve(EngineArgs(), {name: text})
+    assert config.value(field) == value != default.value(field)
+    assert config.source(field) == f"environment variable {name}"
+    assert dataclasses.replace(config, **{field: default.value(field)}) == default
+
+
+@pytest.mark.parametrize("mode", ["off", "exact", "replay"])
+def test_prefix_cache_takes_each_of_its_modes(mode):
+    assert resolve(EngineArgs(), {"DEEPINFER_JAX_PREFIX_CACHE": mode}).prefix_cache == mode
 
 
 INEFFECTIVE = {

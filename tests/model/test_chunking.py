@@ -1,20 +1,33 @@
 """Chunked prefill, one-shot prefill and token-by-token decode are the same computation, bit for bit."""
 
 import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 import pytest
 
+from deepinfer_jax.config.roles import layer_roles
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.model.backbone import decode_step
-from deepinfer_jax.model.batch import make_batch
+from deepinfer_jax.model.backbone import StepOutput, decode_step, forward
+from deepinfer_jax.model.batch import StepBatch, make_batch
 from deepinfer_jax.model.params import Params, init_params
+from deepinfer_jax.model.state import State
 from deepinfer_jax.testing.random_config import VOCAB_SIZE, random_config
-from tests.model.running import assert_same_bits, compiled_forward, new_state, padded, run_chunks
+from tests.model.running import (
+    COMPILER_OPTIONS,
+    assert_same_bits,
+    compiled_forward,
+    new_state,
+    padded,
+    run_chunks,
+)
 
 POLICIES = ("fp32_noqdq", "fp32", "bf16", "q")
 NUM_TOKENS = 61
+# Every choice that the network makes: attended entries, candidate entries, experts.
+ID_STAGES = ("layers.*.topk_idxs", "layers.*.candidate_mask", "layers.*.router_ids")
 
 
 def cuts(total: int, size: int) -> list[int]:
@@ -33,6 +46,57 @@ def test_chunk_sizes_give_equal_logits_and_caches(tiny_a: tuple[Params, RuntimeC
     for size in (1, 2, 3, 7):
         got = run_chunks(params, tokens, cuts(NUM_TOKENS, size), config=config)
         assert_same_bits(got, (logits, state))
+
+
+@functools.cache
+def compiled_ids(config: RuntimeConfig) -> Callable[[Params, State, StepBatch], tuple[StepOutput, State]]:
+    """`forward` with the chosen ids captured, which unrolls the layers."""
+    step = functools.partial(forward, config=config, capture=ID_STAGES)
+    return jax.jit(step, donate_argnums=(1,), compiler_options=COMPILER_OPTIONS)
+
+
+def chosen_ids(
+    params: Params, tokens: Sequence[int], chunks: Sequence[int], *, config: RuntimeConfig
+) -> dict[str, np.ndarray]:
+    """The ids of every row of one request computed in the given chunk lengths."""
+    state, pages = new_state(config)
+    step, start = compiled_ids(config), 0
+    parts: dict[str, list[np.ndarray]] = {}
+    for length in chunks:
+        batch = make_batch([list(tokens[start : start + length])], [start], [1], pages, logits="all")
+        output, state = step(params, state, padded(batch))
+        for name, value in output.stages.items():
+            parts.setdefault(name, []).append(np.asarray(value)[:length])
+        start += length
+    assert start == len(tokens)
+    return {name: np.concatenate(rows) for name, rows in parts.items()}
+
+
+def check_ids(params: Params, config: RuntimeConfig, num_tokens: int, sizes: Sequence[int]) -> None:
+    """Chunks of every size choose what one step over the whole prompt chooses."""
+    tokens = np.random.default_rng(0).integers(3, config.model.vocab_size, num_tokens).tolist()
+    whole = chosen_ids(params, tokens, [num_tokens], config=config)
+    roles = layer_roles(config.model)
+    num_sources = sum(role.index_ordinal >= 0 for role in roles)
+    leaves = Counter(name.rsplit(".", 1)[-1] for name in whole)
+    assert leaves == {"topk_idxs": num_sources, "candidate_mask": 1, "router_ids": len(roles)}
+    for name, ids in whole.items():
+        assert len(np.unique(ids, axis=0)) > 2, f"{name} chooses the same in every row"
+    for size in sizes:
+        assert_same_bits(chosen_ids(params, tokens, cuts(num_tokens, size), config=config), whole)
+
+
+def test_chunk_sizes_choose_equal_ids(tiny_a: tuple[Params, RuntimeConfig]):
+    """61 tokens: chunks of 64 are one step over the whole prompt."""
+    params, base = tiny_a
+    check_ids(params, RuntimeConfig(model=base.model, numerics="q"), NUM_TOKENS, (1, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", POLICIES)
+def test_longer_prompts_choose_equal_ids(tiny_a: tuple[Params, RuntimeConfig], numerics: str):
+    params, base = tiny_a
+    check_ids(params, RuntimeConfig(model=base.model, numerics=numerics), 125, (1, 7, 64))
 
 
 def check_random_model(seed: int, numerics: str, num_tokens: int) -> None:

@@ -9,11 +9,13 @@ import dataclasses
 import random
 import zlib
 from collections import deque
+from collections.abc import Iterable
 
-from deepinfer_jax.scheduler.plan import Chunk, Plan, RankPlan
+from deepinfer_jax.scheduler.plan import Chunk, Plan
 from deepinfer_jax.scheduler.policy import SchedulerConfig
 from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Limits, Sequence
+from tests.scheduler.checks import check_invariants, check_plan
 
 EOS = 1
 WINDOW = 4
@@ -50,30 +52,62 @@ class Launched:
     plan: Plan
     drawn: list[list[list[int]]]  # tokens of each drawing chunk of each rank
     users: dict[tuple[int, int], tuple[str, int]]  # (rank, slot) -> (request, epoch)
+    writes: set[tuple[int, int, int]]  # (rank, page, offset)
+
+
+@dataclasses.dataclass
+class Slot:
+    """State of one request: its window ring, and how far that has come."""
+
+    ring: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # place -> position, token
+    end: int = 0  # positions seen; rejected rows count
+
+    def copy(self) -> "Slot":
+        return Slot(dict(self.ring), self.end)
+
+    def write(self, position: int, token: int, ring_len: int) -> None:
+        self.ring[position % ring_len] = (position, token)
+        self.end = max(self.end, position + 1)
 
 
 class Device:
-    """Pages and rings of all ranks."""
+    """Pages and state slots of all ranks."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         self._scheduler, self._config = scheduler, scheduler.config
+        self._ring_len = WINDOW + scheduler.config.rollback_tokens
         self._rng = random.Random(seed)
         self.clear()
 
     def clear(self) -> None:
         """Loses all state."""
         self._pages: dict[tuple[int, int], dict[int, int]] = {}  # (rank, page) -> offset -> token
-        self._rings: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}  # (rank, slot) -> place -> position, token
+        self._slots: dict[tuple[int, int], Slot] = {}  # (rank, slot)
+        self._writes: set[tuple[int, int, int]] = set()  # of the step that runs
+
+    def spoil(self, broken: Launched, later: Iterable[Launched]) -> None:
+        """What the rows of a broken step wrote is rubbish, and so are the states that later steps took from there."""
+        overwritten = set[tuple[int, int, int]]().union(*(launched.writes for launched in later))
+        for rank, page, offset in broken.writes - overwritten:
+            self._pages[rank, page][offset] = JUNK
+        slots = set(broken.users)
+        for launched in later:
+            for rank, part in enumerate(launched.plan.ranks):
+                slots |= {(rank, copy.target_slot) for copy in part.copies if (rank, copy.source_slot) in slots}
+        for key in slots:
+            self._slots[key] = Slot()
 
     def run(self, plan: Plan, unread: list[Launched], expected: dict[str, Expected]) -> Launched:
         """The copies of each rank, all read before one writes, then its rows."""
-        launched = Launched(plan, [], {})
+        launched = Launched(plan, [], {}, set())
+        self._writes = launched.writes
         for rank, part in enumerate(plan.ranks):
             pages = {copy.target_page: dict(self._pages.get((rank, copy.source_page), {})) for copy in part.copies}
-            rings = {copy.target_slot: dict(self._rings.get((rank, copy.source_slot), {})) for copy in part.copies}
+            slots = {copy.target_slot: self._slots[rank, copy.source_slot].copy() for copy in part.copies}
+            assert len(slots) == len(part.copies), "two copies write one slot"
             pages.pop(-1, None)
             self._pages.update({(rank, page): content for page, content in pages.items()})
-            self._rings.update({(rank, slot): content for slot, content in rings.items()})
+            self._slots.update({(rank, slot): content for slot, content in slots.items()})
             launched.drawn.append([])
             for chunk in part.chunks:
                 self._check_slot(chunk, rank, unread)
@@ -104,11 +138,18 @@ class Device:
             assert len(tokens) == 1
             tokens += [expected.token(start + i) if i < num_kept else JUNK for i in range(1, chunk.length)]
         assert len(tokens) == chunk.length
-        for position, token in enumerate(tokens, start=start):
-            self._write(chunk.sequence.slot, rank, position, token)
+        if plan.is_prefill and start == chunk.sequence.window_start:  # nothing of the state in front is looked at
+            self._slots[rank, chunk.sequence.slot] = Slot(end=start)
+        state = self._slots[rank, chunk.sequence.slot]
+        assert state.end - start <= self._config.rollback_tokens, "the rings have gone too far"
+        for index, token in enumerate(tokens):
+            self._write(chunk.sequence.slot, rank, start + index, token)
+            if index < num_kept:
+                self._check_window(state, chunk.sequence.window_start, start + index, expected)
+        assert state.end <= chunk.sequence.state_end
+        self._check_pages(chunk.sequence.slot, rank, start + num_kept, expected)
         if not chunk.draws:
             return []
-        self._check_context(chunk.sequence.slot, rank, start + num_kept, expected)
         first = start + num_kept if plan.is_prefill else start + 1
         assert chunk.draw_position - chunk.start == first - start
         return [expected.token(position) for position in range(first, start + num_kept + 1)]
@@ -118,17 +159,28 @@ class Device:
         page = int(self._scheduler.ranks[rank].page_table[slot, position // page_tokens])
         assert page >= 0, "a row has no page"
         self._pages.setdefault((rank, page), {})[position % page_tokens] = token
-        ring_len = WINDOW + self._config.rollback_tokens
-        self._rings.setdefault((rank, slot), {})[position % ring_len] = (position, token)
+        self._writes.add((rank, page, position % page_tokens))
+        self._slots[rank, slot].write(position, token, self._ring_len)
 
-    def _check_context(self, slot: int, rank: int, length: int, expected: Expected) -> None:
-        page_tokens, ring_len = self._config.page_tokens, WINDOW + self._config.rollback_tokens
-        table = self._scheduler.ranks[rank].page_table[slot]
+    def restore(self, sequence: Sequence, num_written: int, state_end: int) -> None:
+        """What the caller of `adopt` writes, outside of any plan."""
+        self._slots[sequence.rank, sequence.slot] = Slot()
+        for position in range(state_end):
+            if position < num_written:
+                self._write(sequence.slot, sequence.rank, position, sequence.tokens_from(position, 1)[0])
+            else:
+                self._slots[sequence.rank, sequence.slot].write(position, JUNK, self._ring_len)
+
+    def _check_window(self, state: Slot, window_start: int, row: int, expected: Expected) -> None:
+        """What a row looks at in the ring: itself and those in front of it."""
+        for position in range(max(window_start, row - WINDOW + 1), row + 1):
+            assert state.ring[position % self._ring_len] == (position, expected.token(position)), "wrong ring"
+
+    def _check_pages(self, slot: int, rank: int, length: int, expected: Expected) -> None:
+        page_tokens, table = self._config.page_tokens, self._scheduler.ranks[rank].page_table[slot].tolist()
         for position in range(length):
-            content = self._pages[rank, int(table[position // page_tokens])]
+            content = self._pages[rank, table[position // page_tokens]]
             assert content[position % page_tokens] == expected.token(position), "a page holds another token"
-        for position in range(max(0, length - WINDOW), length):
-            assert self._rings[rank, slot][position % ring_len] == (position, expected.token(position)), "wrong ring"
 
 
 class Loop:
@@ -142,19 +194,52 @@ class Loop:
         self.unread: deque[Launched] = deque()
         self.num_steps = 0
         self.num_lost = 0  # times that all state was lost
+        self.num_hits = self.num_hit_tokens = 0  # prefixes that were not computed
+        self._begun: set[tuple[str, int]] = set()  # (request, epoch) whose prompt was begun, or adopted
 
     @property
     def unfinished(self) -> list[str]:
         return [request_id for request_id, expected in self.expected.items() if not expected.has_ended]
 
-    def add(self, prompt_len: int, max_tokens: int, *, ignore_eos: bool = False, rank: int | None = None) -> Sequence:
-        index = len(self.expected)
-        prompt = [1000 * (index + 2) + i for i in range(prompt_len)]
-        limits = Limits(max_tokens=max_tokens, eos_id=EOS, ignore_eos=ignore_eos)
-        sequence = Sequence(request_id=f"r{index}", prompt=prompt, limits=limits, options=index)
+    def add(
+        self,
+        prompt: int | list[int],
+        max_tokens: int,
+        *,
+        ignore_eos: bool = False,
+        rank: int | None = None,
+        tail_start: int = 0,
+        checkpoints: Iterable[int] = (),
+    ) -> Sequence:
+        """A new request; an int is the length of a prompt that no other begins like."""
+        sequence = self._sequence(prompt, max_tokens, ignore_eos)
+        sequence.tail_start, sequence.checkpoints = tail_start, frozenset(checkpoints)
         self.scheduler.add(sequence, rank=rank)
         self._expect(sequence)
         return sequence
+
+    def _sequence(self, prompt: int | list[int], max_tokens: int, ignore_eos: bool) -> Sequence:
+        index = len(self.expected)
+        if isinstance(prompt, int):
+            prompt = [1000 * (index + 2) + i for i in range(prompt)]
+        limits = Limits(max_tokens=max_tokens, eos_id=EOS, ignore_eos=ignore_eos)
+        return Sequence(request_id=f"r{index}", prompt=prompt, limits=limits, options=index)
+
+    def adopt(
+        self, prompt: int | list[int], num_drawn: int, num_written: int, *, num_ahead: int = 0, max_tokens: int = 20
+    ) -> tuple[Sequence, bool]:
+        """A request with `num_drawn` tokens of output, whose state was kept outside."""
+        sequence = self._sequence(prompt, max_tokens, ignore_eos=True)
+        num_prompt = len(sequence.prompt)
+        sequence.output = [drawn_token(sequence.options, num_prompt + i) for i in range(num_drawn)]
+        state_end = num_written + num_ahead
+        has_state = self.scheduler.adopt(sequence, num_written, state_end=state_end)
+        assert has_state == (sequence.slot >= 0)
+        if has_state:
+            self.device.restore(sequence, num_written, state_end)
+            self._begun.add((sequence.request_id, sequence.epoch))
+        self._expect(sequence)
+        return sequence, has_state
 
     def fork(self, parent_id: str, *, num_dropped: int = 0, max_tokens: int = 8) -> Sequence:
         parent = self.expected[parent_id].sequence
@@ -177,11 +262,22 @@ class Loop:
         assert plan is not None or self.unread or not self.unfinished, "stuck"
         if plan is not None:
             check_plan(plan, self.config)
+            self._count_hits(plan)
             self.unread.append(self.device.run(plan, list(self.unread), self.expected))
             self.num_steps += 1
         while self.unread and (plan is None or len(self.unread) > self.depth):
             self.commit()
         return plan
+
+    def _count_hits(self, plan: Plan) -> None:
+        """A prompt that does not begin at its beginning has hit, and that is allowed up to its tail."""
+        for chunk in plan.chunks if plan.is_prefill else ():
+            key = (chunk.sequence.request_id, chunk.epoch)
+            if key not in self._begun and chunk.start > 0:
+                assert self.config.prefix_mode != "off" and chunk.end <= chunk.sequence.prefill_len
+                assert not self.config.has_tails or chunk.start <= chunk.sequence.tail_start
+                self.num_hits, self.num_hit_tokens = self.num_hits + 1, self.num_hit_tokens + chunk.start
+            self._begun.add(key)
 
     def commit(self) -> None:
         """Reads the oldest step."""
@@ -201,6 +297,8 @@ class Loop:
         if state_is_lost or launched.plan.num_copies:
             self.device.clear()
             self.num_lost += 1
+        else:
+            self.device.spoil(launched, self.unread)
         self.scheduler.fail(launched.plan, RuntimeError("broken"), state_is_lost=state_is_lost)
         self._take_ended()
 
@@ -214,6 +312,12 @@ class Loop:
         while self.step() is not None or self.scheduler.num_unfinished:
             pass
         assert self.unfinished == []
+        check_invariants(self.scheduler)
+        counters = self.scheduler.counters
+        assert (counters.prefix_hits, counters.prefix_hit_tokens) == (self.num_hits, self.num_hit_tokens)
+        assert counters.prefix_lookups >= counters.prefix_hits
+        assert self.scheduler.gauges.pages_used == 0
+        self.scheduler.clear_prefix_cache()
         check_invariants(self.scheduler)
         for rank in self.scheduler.ranks:
             assert rank.pages.num_free == self.config.num_pages
@@ -242,32 +346,11 @@ class Loop:
         """
         config = self.config
         num_chunks = config.max_model_len // max(1, config.max_num_batched_tokens // 2) + 1
+        num_chunks += len(expected.sequence.checkpoints) + 1  # the last one is a branch point
+        if config.checkpoint_interval:
+            num_chunks += config.max_model_len // config.checkpoint_interval
         once = config.prefill_any_interval + 4 * config.max_model_len + 2 * num_chunks + 4
         return (expected.num_ahead + 1) * once * (1 + self.num_lost)
-
-
-def check_plan(plan: Plan, config: SchedulerConfig) -> None:
-    """Budgets and kinds."""
-    ids = [chunk.sequence.request_id for chunk in plan.chunks]
-    assert ids and len(set(ids)) == len(ids)
-    assert not any(chunk.is_stale for chunk in plan.chunks)
-    for part in plan.ranks:
-        assert part.num_rows <= config.max_num_batched_tokens
-        _check_part(part, plan.is_prefill, config)
-
-
-def _check_part(part: RankPlan, is_prefill: bool, config: SchedulerConfig) -> None:
-    assert all(chunk.length > 0 and chunk.end <= config.max_model_len for chunk in part.chunks)
-    if not is_prefill:
-        assert all(chunk.draws and chunk.length <= config.max_decode_rows for chunk in part.chunks)
-        return
-    assert len(part.drawing) <= config.max_prompts_ended
-    assert len(part.chunks) <= 1 or sum(chunk.end for chunk in part.chunks) <= config.prefill_max_key_tokens
-    arrivals = [chunk.sequence.arrival for chunk in part.chunks]
-    assert arrivals == sorted(arrivals)
-    for chunk in part.chunks:
-        assert chunk.draws == (chunk.end == chunk.sequence.prefill_len)
-        assert chunk.draws or (config.is_chunked and chunk.end % config.chunk_multiple == 0)
 
 
 def check_end(expected: Expected, config: SchedulerConfig) -> None:
@@ -280,39 +363,10 @@ def check_end(expected: Expected, config: SchedulerConfig) -> None:
     is_full = len(output) >= sequence.limits.max_tokens or sequence.num_tokens > config.max_model_len
     inherited_more = len(expected.inherited) > sequence.limits.max_tokens
     assert len(output) <= sequence.limits.max_tokens or inherited_more
-    assert sequence.num_tokens <= max(num_prompt, config.max_model_len + 1)
+    assert sequence.num_tokens <= max(num_prompt + len(expected.inherited), config.max_model_len + 1)
     assert (sequence.finish_reason == "stop") == is_at_eos
     if sequence.finish_reason == "prompt_length_exceeded":
-        assert output == []
+        assert output == list(expected.inherited)
     else:
         assert (sequence.finish_reason == "length") == (is_full and not is_at_eos)
     assert sequence.slot == -1 and sequence.pages == []
-
-
-def check_invariants(scheduler: Scheduler) -> None:
-    """Who holds what adds up."""
-    config = scheduler.config
-    assert scheduler.num_unfinished == sum(rank.num_unfinished for rank in scheduler.ranks)
-    for rank in scheduler.ranks:
-        holders = [0] * config.num_pages
-        for sequence in rank.running:
-            assert len(set(sequence.pages)) == len(sequence.pages)
-            for page in sequence.pages:
-                holders[page] += 1
-        assert holders == [rank.pages.num_holders(page) for page in range(config.num_pages)]
-        assert rank.pages.num_free == holders.count(0)
-        slots = {sequence.slot for sequence in rank.running}
-        assert len(slots) == len(rank.running) == rank.states.num_used <= config.max_num_seqs
-        assert -1 not in slots and not slots & rank.states.quarantined
-        assert rank.states.num_free + len(slots) + len(rank.states.quarantined) == config.num_slots
-        assert all(sequence.slot == -1 and not sequence.pages for sequence in rank.waiting)
-        for queue in (rank.waiting, rank.running):
-            arrivals = [sequence.arrival for sequence in queue]
-            assert arrivals == sorted(arrivals)
-        _check_table(rank.page_table.tolist(), {sequence.slot: sequence.pages for sequence in rank.running})
-
-
-def _check_table(table: list[list[int]], pages_of_slot: dict[int, list[int]]) -> None:
-    for slot, row in enumerate(table):
-        pages = pages_of_slot.get(slot, [])
-        assert row == pages + [-1] * (len(row) - len(pages))

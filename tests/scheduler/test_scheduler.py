@@ -9,7 +9,8 @@ from deepinfer_jax.scheduler.plan import Plan
 from deepinfer_jax.scheduler.policy import SchedulerConfig
 from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Copy, Limits, Sequence
-from tests.scheduler.device import EOS, Loop, check_invariants
+from tests.scheduler.checks import check_invariants
+from tests.scheduler.device import EOS, Loop
 
 
 def config_of(**changes) -> SchedulerConfig:

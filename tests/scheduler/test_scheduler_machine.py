@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from deepinfer_jax.scheduler.policy import SchedulerConfig
-from tests.scheduler.device import Loop, check_invariants
+from tests.scheduler.checks import check_invariants
+from tests.scheduler.device import Loop
 
 
 @st.composite
@@ -35,6 +36,11 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         prefill_any_interval=draw(st.integers(1, 6)),
         prefill_max_key_tokens=draw(st.sampled_from([8, 2**30])),
         stops_preempted=draw(st.booleans()),
+        prefix_mode=draw(st.sampled_from(["exact", "exact", "replay", "off"])),
+        num_snapshots=draw(st.integers(1, 5)),
+        snapshot_interval=page_tokens * draw(st.integers(1, 6)),
+        replay_rows=draw(st.integers(0, 5)),
+        has_tails=draw(st.sampled_from([False, False, True])),
     )
 
 
@@ -55,6 +61,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def has_unread(self) -> bool:
         return bool(self.loop.unread)
 
+    def has_any(self) -> bool:
+        return bool(self.loop.expected)
+
     @rule(prompt_len=st.integers(1, 44), max_tokens=st.integers(1, 12), ignore_eos=st.booleans())
     def add_long(self, prompt_len: int, max_tokens: int, ignore_eos: bool):
         self.loop.add(prompt_len, max_tokens, ignore_eos=ignore_eos)
@@ -63,6 +72,49 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_short(self, lengths: list[int], max_tokens: int):
         for length in lengths:
             self.loop.add(length, max_tokens, ignore_eos=True)
+
+    @rule(
+        family=st.integers(0, 1),
+        common=st.integers(0, 30),
+        own=st.integers(0, 9),
+        tail_start=st.integers(0, 40),
+        checkpoints=st.sets(st.integers(1, 40), max_size=2),
+    )
+    def add_relative(self, family: int, common: int, own: int, tail_start: int, checkpoints: set[int]):
+        """A prompt that begins like others of its family."""
+        prompt = [5000 + 100 * family + i for i in range(common)] + [7000 + own] * own
+        self.loop.add(prompt or [7000], own + 1, ignore_eos=True, tail_start=tail_start, checkpoints=checkpoints)
+
+    @precondition(has_any)
+    @rule(
+        index=st.integers(0, 99),
+        num_dropped=st.sampled_from([0, 0, 1, 3, 9]),
+        own=st.sampled_from([0, 1, 4]),
+        with_output=st.booleans(),
+        max_tokens=st.integers(1, 9),
+    )
+    def add_turn(self, index: int, num_dropped: int, own: int, with_output: bool, max_tokens: int):
+        """The next turn behind any request, or the same prompt again."""
+        earlier = list(self.loop.expected.values())[-1 - index % min(8, len(self.loop.expected))].sequence
+        known = [*earlier.prompt, *(earlier.output if with_output else ())]
+        prompt = known[: max(1, len(known) - num_dropped)] + [8000 + own] * own
+        self.loop.add(prompt, max_tokens, ignore_eos=True, tail_start=max(1, len(prompt) - 3))
+
+    @rule(
+        prompt_len=st.integers(1, 30),
+        num_drawn=st.integers(0, 6),
+        num_missing=st.sampled_from([1, 1, 2, 5]),
+        num_ahead=st.sampled_from([0, 0, 2, 6]),
+    )
+    def adopt(self, prompt_len: int, num_drawn: int, num_missing: int, num_ahead: int):
+        num_written = max(1, prompt_len + num_drawn - num_missing)
+        if num_written < prompt_len + num_drawn:
+            prompt = [5000 + i for i in range(prompt_len)]
+            self.loop.adopt(prompt, num_drawn, num_written, num_ahead=num_ahead)
+
+    @rule()
+    def clear_prefix_cache(self):
+        self.loop.scheduler.clear_prefix_cache()
 
     @precondition(has_unfinished)
     @rule(index=st.integers(0, 99))
