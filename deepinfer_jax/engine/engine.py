@@ -8,7 +8,7 @@ import gc
 import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tqdm import tqdm
 
@@ -31,6 +31,7 @@ TOO_LONG = "prompt_length_exceeded"
 _log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class EngineHooks(Protocol):
     """What a service or a study may watch; every method is called in the thread of `step()`."""
 

@@ -62,6 +62,11 @@ class Pipeline:
         self.num_encoder_rows = self.num_decoder_rows = 0  # computed so far, padding of live tiles included
         self._carried = self._blank()
 
+    @property
+    def state(self) -> State:
+        """The caches and rings, to look at between steps; the next launch gives them away."""
+        return self._carried.state
+
     def reset(self) -> None:
         """Replaces the state, whatever became of it."""
         self._carried = self._blank()
@@ -88,6 +93,8 @@ class Pipeline:
                 result, _, self._carried = steps.run_step(
                     self._model.params, self._carried, packed, shape=shape, config=self._config
                 )
+                for count in _TOP_COUNTS:
+                    steps.best_tokens(result.logprobs, count=count)
             jax.block_until_ready(result.drawn)
             compiled(shape.name, time.perf_counter() - start)
         for num_copies in self._copy_sizes():
