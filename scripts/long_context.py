@@ -1,12 +1,15 @@
 """Runs one long prompt and compares the memory that its caches take with the formula: prints one JSON line.
 
-The formula is that of the specification: bytes of main KV and index K for each token, and bytes of rings, compressor
-tails and history for each state slot. What is measured is the size of the arrays that the engine holds.
+The formula is that of the specification (backbone 9), worked out here from the numbers of the shape: FP4 rows with a
+scale byte for every 16 (main KV) and 32 (index K) channels for each token, FP8 window rows with a scale byte for every 32
+channels, float32 compressor rows and int32 history for each state slot. What is measured is the size of the arrays that
+the engine holds. The shape's own limit of positions is raised where the prompt needs it.
 """
 
 import argparse
 import json
 import resource
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,10 +38,11 @@ def main() -> None:
         variables["DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE"] = "compact"
         variables["DEEPINFER_YOCO_PREFILL_KEEP_TOKENS"] = str(args.replay_keep)
     max_model_len = args.prompt_len + args.tokens
+    folder = tempfile.TemporaryDirectory()
     engine = LLMEngine(
         resolve(
             EngineArgs(
-                model=args.model,
+                model=with_positions(args.model, max_model_len, Path(folder.name)),
                 max_model_len=max_model_len,
                 max_num_seqs=1,
                 num_kv_tokens=int(max_model_len / 0.8) + 64,
@@ -58,9 +62,10 @@ def main() -> None:
                 first_s = time.perf_counter() - start
             outputs += found
             bar.update(min(engine.pipeline.num_encoder_rows, args.prompt_len) - bar.n)
-    sizes, state = engine.sizes, engine.pipeline.state
+    state = engine.pipeline.state
     paged = sum(leaf.nbytes for leaf in jax.tree.leaves((state.main_kv, state.index_k)))
     slots = sum(leaf.nbytes for leaf in jax.tree.leaves((state.window, state.tails, state.history)))
+    paged_formula, slots_formula = formula(engine)
     figures = {
         "script": "long_context",
         "model": Path(args.model).name,
@@ -68,12 +73,11 @@ def main() -> None:
         "tokens": [output.token_id for output in outputs],
         "finish_reason": outputs[-1].finish_reason,
         "first_token_s": round(first_s, 1),
-        "bytes_per_token": sizes.cache.bytes_per_token,
         "paged_bytes": paged,
-        "paged_bytes_formula": sizes.page_bytes,
+        "paged_bytes_formula": paged_formula,
         "slot_bytes": slots,
-        "slot_bytes_formula": sizes.slot_bytes,
-        "equal": paged == sizes.page_bytes and slots == sizes.slot_bytes,
+        "slot_bytes_formula": slots_formula,
+        "equal": (paged, slots) == (paged_formula, slots_formula),
         "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "encoder_rows": engine.pipeline.num_encoder_rows,
         "decoder_rows": engine.pipeline.num_decoder_rows,
@@ -82,6 +86,32 @@ def main() -> None:
         "commit": args.commit,
     }
     print(json.dumps(figures))
+
+
+def formula(engine: LLMEngine) -> tuple[int, int]:
+    """Bytes of all pages and of all state slots, from the shape."""
+    model, runtime, sizes = engine.model, engine.runtime, engine.sizes
+    num_tokens = sizes.scheduler.num_pages * runtime.page_tokens
+    main_row = model.head_dim // 2 + model.head_dim // 16
+    index_row = model.index_head_dim // 2 + model.index_head_dim // 32
+    ratios = [model.compress_ratios[layer] for layer in model.kv_source_layer_ids]
+    paged = sum(num_tokens // ratio * (main_row + index_row) for ratio in ratios)
+    window = model.num_hidden_layers * runtime.ring_len * (model.head_dim + model.head_dim // 32)
+    tails = ratios.count(2) * runtime.tail_len * 2 * model.head_dim * 4
+    return paged, sizes.num_state_slots * (window + tails + runtime.history_len * 4)
+
+
+def with_positions(model: str, num_positions: int, folder: Path) -> str:
+    """The model, or a copy of its config file that allows so many positions."""
+    path = Path(model)
+    if path.suffix != ".json":
+        return model
+    config = json.loads(path.read_text())
+    text = config.get("text_config", config)
+    text["max_position_embeddings"] = max(text["max_position_embeddings"], num_positions)
+    copy = folder / path.name
+    copy.write_text(json.dumps(config))
+    return str(copy)
 
 
 if __name__ == "__main__":
