@@ -139,13 +139,16 @@ class LLMEngine:
     ) -> scheduling.Sequence:
         """A sequence that is not queued yet."""
         self._require_open()
+        tail_start = self.runtime.tail_start(len(task.prompt))
+        if tail_start and self.sizes.scheduler.prefix_mode != "off":
+            checkpoints |= {tail_start}  # the furthest that another request may take over
         return scheduling.Sequence(
             request_id=request_id,
             prompt=task.prompt,
             limits=scheduling.Limits(
                 max_tokens=task.params.max_tokens, eos_id=task.params.eos_id, ignore_eos=task.params.ignore_eos
             ),
-            tail_start=self.runtime.tail_start(len(task.prompt)),
+            tail_start=tail_start,
             options=options,
             checkpoints=checkpoints,
         )

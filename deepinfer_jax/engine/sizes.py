@@ -11,6 +11,7 @@ from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.scheduler.policy import SchedulerConfig
 
 MAX_SNAPSHOTS = 64  # state slots that the prefix cache may hold
+SNAPSHOT_INTERVAL = 512  # tokens between the regular snapshots of a prompt, or a prefill step where that has more
 MAX_LEN_SHARE = 0.8  # of the main-KV capacity that one request may need (spec: interface 6)
 STEP_SHARE = 0.25  # of the free memory that is left to the steps themselves
 
@@ -73,6 +74,7 @@ def engine_sizes(config: EngineConfig, model: LoadedModel) -> EngineSizes:
         stops_preempted=config.stop_preempted_request,
         prefix_mode=config.prefix_cache,  # type: ignore[arg-type]
         num_snapshots=num_snapshots,
+        snapshot_interval=_round_up(max(SNAPSHOT_INTERVAL, max_rows), runtime.page_tokens),
         replay_rows=runtime.model.sliding_window,
         has_tails=runtime.replay_mode != "off",
     )
@@ -84,11 +86,11 @@ def _num_kv_tokens(
 ) -> int:
     """The chosen capacity, else what all requests at once can use, as far as memory allows."""
     page, max_model_len = model.runtime.page_tokens, model.max_model_len
-    needed = -(-int(max_model_len / MAX_LEN_SHARE) // page) * page
+    needed = _round_up(int(max_model_len / MAX_LEN_SHARE) + 1, page)
     if config.num_kv_tokens is not None:
         capacity, advice = config.num_kv_tokens, "raise num_kv_tokens"
     else:
-        wanted = max(needed, max_num_seqs * -(-max_model_len // page) * page)
+        wanted = max(needed, max_num_seqs * _round_up(max_model_len, page))
         free = _free_bytes(model.device) * config.gpu_memory_utilization * (1 - STEP_SHARE)
         room = int((free - num_slots * cache.bytes_per_request) / cache.bytes_per_token)
         capacity, advice = min(wanted, room // page * page), "raise gpu_memory_utilization, lower max_num_seqs"
@@ -100,6 +102,10 @@ def _num_kv_tokens(
             f"{advice}, or lower max_model_len to {int(MAX_LEN_SHARE * capacity)}"
         )
     return capacity
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _free_bytes(device: Any) -> int:

@@ -13,7 +13,8 @@ When a state can be saved and used (plan n stands for its copies, then its rows)
 - Until then no row can change the source slot. If its request has ended, its next user comes with plan n + 1 at the
   earliest: as the target of a copy (all copies read first) or with rows (behind the copies). A state that is written
   outside of plans (an adoption) must avoid `source_slots`.
-- A snapshot whose copy is queued is not found. From plan n + 2 on it is, and its copy lies in front.
+- A snapshot is found once plan n has been read: a plan that breaks leaves nothing behind. While its copy is queued, a
+  hit reads where that copy reads.
 - A snapshot that goes may have been found by the same plan: a new one in its slot is written by a later plan, and a
   new owner of its pages writes behind that plan's reads.
 """
@@ -52,6 +53,7 @@ class Snapshot:
     length: int  # tokens in all
     state_end: int  # positions that the rings have seen
     slot: int
+    step: int  # computes its last rows: it can be used once this was read; -1: it can
     last_use: int
 
 
@@ -61,8 +63,9 @@ class Hit:
 
     position: int  # its first row to compute
     nodes: tuple[Node, ...]  # whose pages it shares
-    source_page: int = -1  # the page that `position` is in the middle of
     snapshot: Snapshot | None = None  # None: its rings are empty at `position`
+    source_slot: int = -1  # where the state of the snapshot is
+    source_page: int = -1  # the page that `position` is in the middle of
 
 
 class PrefixCache:
@@ -100,7 +103,7 @@ class PrefixCache:
         return snapshot in self._queue
 
     def take_saves(self) -> tuple[Copy, ...]:
-        """The copies of the plan that is made now; their snapshots are found from the next plan on."""
+        """The copies of the plan that is made now."""
         saves = tuple(self._queue.values())
         self._queue.clear()
         self._counters.snapshots_saved += len(saves)
@@ -131,7 +134,7 @@ class PrefixCache:
         path = self._match(tokens)
         if config.prefix_mode == "replay":
             return self._find_pages(path, limit, last_read)
-        hit = self._find_snapshot(path, tokens, limit)
+        hit = self._find_snapshot(path, tokens, limit, last_read)
         num_known = len(path) * config.page_tokens
         sequence.branch_point = num_known if hit is None or num_known > hit.position else 0
         return hit
@@ -163,7 +166,7 @@ class PrefixCache:
             return None
         return Hit(position=num_shared * size, nodes=tuple(path[:num_shared]))
 
-    def _find_snapshot(self, path: list[Node], tokens: abc.Sequence[int], limit: int) -> Hit | None:
+    def _find_snapshot(self, path: list[Node], tokens: abc.Sequence[int], limit: int, last_read: int) -> Hit | None:
         """Mode exact: the snapshot that goes furthest; of equals the one that was used last."""
         best: tuple[int, int] = (0, 0)
         found: Snapshot | None = None
@@ -171,7 +174,7 @@ class PrefixCache:
             position = min(snapshot.length, num_common, limit)
             is_valid = position >= snapshot.state_end - self._config.rollback_tokens
             merit = (position, snapshot.last_use)
-            if position > 0 and is_valid and not self.is_queued(snapshot) and merit > best:
+            if position > 0 and is_valid and snapshot.step <= last_read and merit > best:
                 best, found = merit, snapshot
         if found is None:
             return None
@@ -179,8 +182,13 @@ class PrefixCache:
         nodes = _path_to(found.node)
         pages = [*(node.page for node in nodes), found.page]
         num_shared, num_partial = divmod(position, self._config.page_tokens)
-        source_page = pages[num_shared] if num_partial else -1
-        return Hit(position=position, nodes=tuple(nodes[:num_shared]), source_page=source_page, snapshot=found)
+        return Hit(
+            position=position,
+            nodes=tuple(nodes[:num_shared]),
+            snapshot=found,
+            source_slot=self._queue[found].source_slot if self.is_queued(found) else found.slot,
+            source_page=pages[num_shared] if num_partial else -1,
+        )
 
     def _candidates(self, path: list[Node], tokens: abc.Sequence[int]) -> Iterator[tuple[Snapshot, int]]:
         """Snapshots along the path and those that go beyond it by no more than the rings reach back.
@@ -239,6 +247,7 @@ class PrefixCache:
             length=length,
             state_end=sequence.state_end,
             slot=self._free_slots.pop(),
+            step=step,
             last_use=0,
         )
         if remainder:

@@ -103,7 +103,7 @@ class Rank:
             sequence.window_start = hit.position
             return
         target_page = -1 if hit.source_page < 0 else sequence.pages[len(hit.nodes)]
-        sequence.pending_copy = Copy(hit.snapshot.slot, sequence.slot, hit.source_page, target_page)
+        sequence.pending_copy = Copy(hit.source_slot, sequence.slot, hit.source_page, target_page)
         sequence.seen_end = hit.snapshot.state_end
 
     def admit_fork(self, sequence: Sequence, parent: Sequence) -> bool:

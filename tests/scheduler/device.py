@@ -52,7 +52,8 @@ class Launched:
     plan: Plan
     drawn: list[list[list[int]]]  # tokens of each drawing chunk of each rank
     users: dict[tuple[int, int], tuple[str, int]]  # (rank, slot) -> (request, epoch)
-    writes: set[tuple[int, int, int]]  # (rank, page, offset)
+    writes: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)  # (rank, page, offset)
+    ring_writes: dict[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict)  # (rank, slot) -> places
 
 
 @dataclasses.dataclass
@@ -84,23 +85,26 @@ class Device:
         self._pages: dict[tuple[int, int], dict[int, int]] = {}  # (rank, page) -> offset -> token
         self._slots: dict[tuple[int, int], Slot] = {}  # (rank, slot)
         self._writes: set[tuple[int, int, int]] = set()  # of the step that runs
+        self._ring_writes: dict[tuple[int, int], set[int]] = {}
 
     def spoil(self, broken: Launched, later: Iterable[Launched]) -> None:
         """What the rows of a broken step wrote is rubbish, and so are the states that later steps took from there."""
         overwritten = set[tuple[int, int, int]]().union(*(launched.writes for launched in later))
         for rank, page, offset in broken.writes - overwritten:
             self._pages[rank, page][offset] = JUNK
-        slots = set(broken.users)
+        spoiled = broken.ring_writes
         for launched in later:
             for rank, part in enumerate(launched.plan.ranks):
-                slots |= {(rank, copy.target_slot) for copy in part.copies if (rank, copy.source_slot) in slots}
-        for key in slots:
-            self._slots[key] = Slot()
+                taken = {(rank, copy.target_slot): spoiled.get((rank, copy.source_slot), set()) for copy in part.copies}
+                spoiled = spoiled | taken
+            spoiled = {slot: places - launched.ring_writes.get(slot, set()) for slot, places in spoiled.items()}
+        for slot, places in spoiled.items():
+            self._slots[slot].ring.update(dict.fromkeys(places, (JUNK, JUNK)))
 
     def run(self, plan: Plan, unread: list[Launched], expected: dict[str, Expected]) -> Launched:
         """The copies of each rank, all read before one writes, then its rows."""
-        launched = Launched(plan, [], {}, set())
-        self._writes = launched.writes
+        launched = Launched(plan, [], {})
+        self._writes, self._ring_writes = launched.writes, launched.ring_writes
         for rank, part in enumerate(plan.ranks):
             pages = {copy.target_page: dict(self._pages.get((rank, copy.source_page), {})) for copy in part.copies}
             slots = {copy.target_slot: self._slots[rank, copy.source_slot].copy() for copy in part.copies}
@@ -160,16 +164,20 @@ class Device:
         assert page >= 0, "a row has no page"
         self._pages.setdefault((rank, page), {})[position % page_tokens] = token
         self._writes.add((rank, page, position % page_tokens))
+        self._ring_writes.setdefault((rank, slot), set()).add(position % self._ring_len)
         self._slots[rank, slot].write(position, token, self._ring_len)
 
-    def restore(self, sequence: Sequence, num_written: int, state_end: int) -> None:
-        """What the caller of `adopt` writes, outside of any plan."""
+    def restore(self, sequence: Sequence, num_written: int, state_end: int, unread: Iterable[Launched]) -> None:
+        """What the caller of `adopt` writes, outside of any plan and behind the unread ones."""
+        self._writes, self._ring_writes = set(), {}
         self._slots[sequence.rank, sequence.slot] = Slot()
         for position in range(state_end):
             if position < num_written:
                 self._write(sequence.slot, sequence.rank, position, sequence.tokens_from(position, 1)[0])
             else:
                 self._slots[sequence.rank, sequence.slot].write(position, JUNK, self._ring_len)
+        for launched in unread:
+            launched.writes -= self._writes
 
     def _check_window(self, state: Slot, window_start: int, row: int, expected: Expected) -> None:
         """What a row looks at in the ring: itself and those in front of it."""
@@ -236,7 +244,7 @@ class Loop:
         has_state = self.scheduler.adopt(sequence, num_written, state_end=state_end)
         assert has_state == (sequence.slot >= 0)
         if has_state:
-            self.device.restore(sequence, num_written, state_end)
+            self.device.restore(sequence, num_written, state_end, self.unread)
             self._begun.add((sequence.request_id, sequence.epoch))
         self._expect(sequence)
         return sequence, has_state

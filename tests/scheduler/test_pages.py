@@ -66,3 +66,11 @@ def test_peak_counts_a_shared_page_once():
 def test_no_pages_at_all_is_refused():
     with pytest.raises(ValueError, match="num_pages=0 must be at least 1"):
         PageAllocator(0)
+
+
+def test_pages_to_avoid_stay_where_they_are():
+    pages = PageAllocator(5)
+    assert pages.allocate(2, avoid={1, 3}) == [0, 2]
+    with pytest.raises(ValueError, match="2 pages were asked for and 1 of 5 are free"):
+        pages.allocate(2, avoid={0, 1, 3})
+    assert pages.allocate(3) == [1, 3, 4]

@@ -68,29 +68,41 @@ def test_copies_of_a_hit_in_the_middle_of_a_page():
     first = loop.step()
     assert first is not None and first.num_copies == 0
     (snapshot,) = loop.scheduler.ranks[0].prefix.snapshots
-    loop.add(prompt, 9, ignore_eos=True)
-    saves = loop.step()  # the save and the second request come with the same plan: it does not see the snapshot
-    assert saves is not None and rows_of(saves) == [("r1", 0, 10)]
-    assert saves.ranks[0].copies == (Copy(0, snapshot.slot),)
-    third = loop.add(prompt, 9, ignore_eos=True)
+    assert snapshot.slot == loop.config.num_slots
+    for _ in range(2):
+        loop.add(prompt, 1)
+    plan = loop.step()  # the save and the next requests come with the same plan: all read the slot of the first
+    assert plan is not None and rows_of(plan) == [("r1", 9, 1), ("r2", 9, 1)]
+    assert plan.ranks[0].copies == (Copy(0, 1, snapshot.page, 3), Copy(0, 2, snapshot.page, 4), Copy(0, snapshot.slot))
+    fourth = loop.add(prompt, 9, ignore_eos=True)
     plan = loop.step()
-    while plan is not None and not plan.is_prefill:
+    assert plan is not None and rows_of(plan) == [("r3", 9, 1)]
+    assert plan.ranks[0].copies == (Copy(snapshot.slot, fourth.slot, snapshot.page, fourth.pages[2]),)
+    assert [pages.num_holders(page) for page in fourth.pages] == [2, 2, 1]
+    loop.drain()
+
+
+def test_a_state_whose_rows_are_unread_is_not_taken():
+    loop = loop_of(depth=1)
+    starts = []
+    for _ in range(3):
+        loop.add(tokens(30), 1)
         plan = loop.step()
-    assert plan is not None and rows_of(plan) == [("r2", 9, 1)]
-    assert plan.ranks[0].copies == (Copy(snapshot.slot, third.slot, snapshot.page, third.pages[2]),)
-    assert [pages.num_holders(page) for page in third.pages] == [2, 2, 1]
+        assert plan is not None
+        starts.append([chunk.start for chunk in plan.chunks])
+    assert starts == [[0], [0], [28, 29]]  # the second one is cut where the known pages end
     loop.drain()
 
 
 def test_a_branch_point_is_kept_when_it_is_seen_for_the_second_time():
     loop = loop_of()
-    hits = [run(loop, [*tokens(22), *tokens(6, 6000 + 10 * i)])[1] for i in range(4)]
+    hits = [run(loop, [*tokens(22), *tokens(8, 6000 + 10 * i)])[1] for i in range(4)]
     assert hits == [0, 0, 20, 20]  # whole pages: 4 tokens each
     loop.drain()
 
 
 def test_prompts_are_cut_and_kept_at_checkpoints():
-    loop = loop_of(snapshot_interval=12)
+    loop = loop_of(snapshot_interval=12, num_snapshots=20)
     loop.add(tokens(30), 1, checkpoints=[7, 24, 29, 99])
     cuts = [rows_of(loop.step()) for _ in range(5)]
     assert cuts == [[("r0", a, b - a)] for a, b in ((0, 7), (7, 12), (12, 24), (24, 29), (29, 30))]
@@ -115,11 +127,11 @@ def test_cuts_are_multiples_and_whole_prompts_are_not_cut():
     assert loop.scheduler.gauges.pages_cached == 0
 
 
-@pytest.mark.parametrize("tail_start, hit", [(0, 0), (11, 0), (12, 12), (17, 12), (24, 24), (99, 29)])
+@pytest.mark.parametrize("tail_start, hit", [(0, 0), (10, 0), (11, 11), (12, 12), (17, 12), (24, 24), (99, 29)])
 def test_a_hit_ends_where_the_tail_begins(tail_start, hit):
     loop = loop_of(has_tails=True, snapshot_interval=12, rollback_tokens=1)
     run(loop, tokens(30))
-    assert run(loop, tokens(30), tail_start=tail_start)[1] == hit - (hit == 12 and tail_start == 11)
+    assert run(loop, tokens(30), tail_start=tail_start)[1] == hit
     loop.drain()
 
 
@@ -127,44 +139,49 @@ def test_a_state_that_has_gone_too_far_is_not_taken():
     loop = loop_of(rollback_tokens=2)
     run(loop, tokens(30))
     assert run(loop, [*tokens(28), 6000])[1] == 28
-    assert run(loop, [*tokens(27), 6001])[1] == 0
-    assert run(loop, [*tokens(27), 6002])[1] == 24  # a branch point of the one in front
+    assert run(loop, [*tokens(27), *tokens(5, 6100)])[1] == 0
+    assert run(loop, [*tokens(27), *tokens(5, 6200)])[1] == 24  # a branch point of the one in front
     loop.drain()
 
 
 def test_a_request_that_was_preempted_goes_on_from_what_is_known():
     loop = loop_of(num_kv_tokens=60, max_num_seqs=2)
-    old, new = loop.add(24, 25, ignore_eos=True), loop.add(24, 12, ignore_eos=True)
+    old, new = loop.add(24, 12, ignore_eos=True), loop.add(24, 25, ignore_eos=True)
     while new.epoch == 0:
         loop.step()
     loop.drain()
-    assert loop.num_hits == 1 and loop.num_hit_tokens >= 24
+    assert (loop.num_hits, loop.num_hit_tokens) == (1, 24)
     assert (old.finish_reason, new.finish_reason) == ("length", "length")
 
 
-@pytest.mark.parametrize("end", ["abort", "stop"])
-def test_only_what_came_to_its_end_is_kept(end):
+@pytest.mark.parametrize("reason", ["abort", "stop"])
+def test_only_what_came_to_its_end_is_kept(reason):
     loop = loop_of()
     first = loop.add(tokens(5), 50, ignore_eos=True)
     for _ in range(8):
         loop.step()
     known = [*first.prompt, *first.output]
-    loop.scheduler.end(first.request_id, end)
-    loop._take_ended() if end == "abort" else loop.scheduler.take_ended()
+    loop.scheduler.end(first.request_id, reason)
+    assert loop.scheduler.take_ended() == [first]
     loop.expected[first.request_id].has_ended = True
-    assert run(loop, [*known, 7000])[1] == (len(known) - 1 if end == "stop" else 5 - (5 % 4 > 0) * 0)
+    assert run(loop, [*known, 7000])[1] == (len(known) - 1 if reason == "stop" else 5)
     loop.drain()
 
 
-def test_a_fork_that_ends_before_its_copy_is_not_kept():
+@pytest.mark.parametrize("max_tokens", [1, 20], ids=["at its limit", "stopped"])
+def test_a_fork_that_ends_before_its_copy_is_not_kept(max_tokens):
+    """There is no state in its slot."""
     loop = loop_of()
     parent = loop.add(tokens(9), 30, ignore_eos=True)
-    loop.step()
-    loop.step()
+    for _ in range(4):
+        loop.step()
     num_snapshots = loop.scheduler.gauges.num_snapshots
-    child = loop.fork(parent.request_id, max_tokens=1)
-    assert child.finish_reason == "length"
-    assert loop.scheduler.gauges.num_snapshots == num_snapshots
+    child = loop.fork(parent.request_id, max_tokens=max_tokens)
+    if max_tokens > 1:
+        assert child.pending_copy is not None and loop.scheduler.end(child.request_id, "stop")
+        assert loop.scheduler.take_ended() == [child]
+        loop.expected[child.request_id].has_ended = True
+    assert (child.slot, loop.scheduler.gauges.num_snapshots) == (-1, num_snapshots)
     loop.drain()
 
 
@@ -211,7 +228,7 @@ def test_a_hit_needs_no_more_memory_than_a_miss():
     run(loop, tokens(39), max_tokens=1)
     assert loop.scheduler.gauges.pages_cached == 10  # all there are
     assert run(loop, tokens(39), max_tokens=1)[1] == 38
-    assert run(loop, [*tokens(34), *tokens(5, 6000)], max_tokens=1)[1] == 34 * (loop.config.rollback_tokens >= 5)
+    assert run(loop, [*tokens(34), *tokens(5, 6000)], max_tokens=1)[1] == 34
     loop.drain()
 
 
@@ -257,8 +274,9 @@ def test_clear_forgets_everything_and_cancels_copies():
     loop.step()
     loop.scheduler.clear_prefix_cache()
     assert loop.scheduler.gauges.pages_cached == loop.scheduler.gauges.num_snapshots == 0
+    plan = loop.step()
+    assert plan is None and loop.scheduler.counters.snapshots_saved == 0
     assert run(loop, tokens(30))[1] == 0
-    assert loop.scheduler.counters.snapshots_saved == 0
     loop.drain()
 
 
@@ -286,14 +304,13 @@ def test_nothing_known_outlives_a_broken_step(mode):
 def test_replay_takes_pages_and_computes_the_rows_that_fill_the_rings(prompt_len, replay_rows, hit):
     loop = loop_of(prefix_mode="replay", num_snapshots=0, replay_rows=replay_rows)
     run(loop, tokens(30))
-    sequence = loop.add(tokens(prompt_len), 2, ignore_eos=True)
+    sequence = loop.add(tokens(prompt_len), 20, ignore_eos=True)
     plan = loop.step()
     assert plan is not None and plan.num_copies == 0
     assert rows_of(plan) == [("r1", hit, prompt_len - hit)]
     assert sequence.window_start == hit
-    loop.step()
-    child = loop.fork("r1") if loop.unfinished else None
-    assert child is None or child.window_start == hit
+    child = loop.fork("r1")
+    assert child.slot >= 0 and child.window_start == hit
     loop.drain()
     assert sequence.window_start == 0
 
@@ -316,7 +333,7 @@ def test_replay_forgets_the_least_recently_used_leaves():
     run(loop, tokens(20, 6000), max_tokens=1)
     run(loop, tokens(40, 7000), max_tokens=1)  # 5 pages are free, the end of the first prompt goes
     assert run(loop, tokens(20, 6000), max_tokens=1)[1] == 16
-    assert run(loop, tokens(40), max_tokens=1)[1] == 20
+    assert run(loop, tokens(40), max_tokens=1)[1] == 16  # one more went for the one in front
     loop.drain()
 
 
@@ -381,9 +398,12 @@ def test_an_adoption_gets_no_slot_or_page_that_a_copy_still_reads():
     source_slot, source_page = parent.slot, parent.pages[2]
     loop.scheduler.clear_prefix_cache()
     loop.abort(parent.request_id)
-    adopted, has_state = loop.adopt(tokens(9, 6000), 1, 9)
-    assert has_state and adopted.slot != source_slot and source_page not in adopted.pages
+    for _ in range(3):  # the free slots and pages take turns
+        adopted, has_state = loop.adopt(tokens(15, 6000), 1, 15)
+        assert has_state and adopted.slot != source_slot and source_page not in adopted.pages
+        loop.abort(adopted.request_id)
     loop.drain()
+    assert child.finish_reason == "length"
     loop = loop_of(max_num_seqs=1, state_slots_ratio=1.0)
     run(loop, tokens(9), max_tokens=1)
     (source_slot,) = loop.scheduler.ranks[0].prefix.source_slots
@@ -391,8 +411,7 @@ def test_an_adoption_gets_no_slot_or_page_that_a_copy_still_reads():
         adopted, has_state = loop.adopt(tokens(9, 6000), 1, 9)
         assert has_state and adopted.slot != source_slot
         loop.abort(adopted.request_id)
-    assert run(loop, tokens(9))[1] == 0  # the save comes with this plan
-    assert run(loop, tokens(9))[1] == 8
+    assert run(loop, tokens(9))[1] == 8  # the save comes with the same plan
     loop.drain()
 
 
@@ -427,7 +446,6 @@ def test_adopt_refuses_what_cannot_be():
     [
         ({"prefix_mode": "exact"}, "keeps nothing with num_snapshots=0"),
         ({"prefix_mode": "replay", "snapshot_interval": 6}, "snapshot_interval=6 must be a multiple of page_tokens=4"),
-        ({"prefix_mode": "some"}, "prefix_mode='some' must be one of"),
         ({"num_snapshots": -1}, "num_snapshots=-1 must be at least 0"),
         ({"replay_rows": -1}, "replay_rows=-1 must be at least 0"),
     ],
@@ -457,7 +475,7 @@ def test_conversations_under_overload(depth: int, max_decode_rows: int, mode: st
         replay_rows=4,
     )
     loop = Loop(config, depth=depth, seed=seed_from_name)
-    for _ in range(800):
+    for _ in range(250):
         if rng.random() < 0.3 and len(loop.unfinished) < 12:
             ended = [expected.sequence for expected in list(loop.expected.values())[-9:] if expected.has_ended]
             known = tokens(rng.randint(8, 24), rng.choice([5000, 6000]))
@@ -474,4 +492,4 @@ def test_conversations_under_overload(depth: int, max_decode_rows: int, mode: st
         loop.step()
         check_invariants(loop.scheduler)
     loop.drain()
-    assert loop.num_hits > 40 and loop.scheduler.counters.adopted > 0
+    assert loop.num_hits > 15 and loop.scheduler.counters.adopted > 0

@@ -57,3 +57,10 @@ def test_misuse_is_refused():
         slots.mark_read(2)
     with pytest.raises(ValueError, match="num_slots=0 must be at least 1"):
         StateSlots(0)
+
+
+def test_slots_to_avoid_stay_where_they_are():
+    slots = StateSlots(3)
+    assert slots.allocate(avoid={0}) == 1
+    assert slots.has_free(avoid={0}) and not slots.has_free(avoid={0, 2})
+    assert slots.allocate() == 0
