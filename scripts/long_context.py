@@ -1,9 +1,9 @@
 """Runs one long prompt and compares the memory that its caches take with the formula: prints one JSON line.
 
 The formula is that of the specification (backbone 9), worked out here from the numbers of the shape: FP4 rows with a
-scale byte for every 16 (main KV) and 32 (index K) channels for each token, FP8 window rows with a scale byte for every
-32 channels, float32 compressor rows and int32 history for each state slot. What is measured is the size of the arrays that
-the engine holds. The shape's own limit of positions is raised where the prompt needs it.
+scale byte for every 16 (main KV) and 32 (index K) channels for each token, FP8 window rows with a scale byte for
+every 32 channels, float32 compressor rows and int32 history for each state slot. What is measured is the size of the
+arrays that the engine holds. The shape's own limit of positions is raised where the prompt needs it.
 """
 
 import argparse
