@@ -44,6 +44,8 @@ class Bench:
             stop_preempted_request=False,
             seed=self.args.seed,
         )
+        if self.args.eager:
+            environ["ENFORCE_EAGER"] = "1"
         return LLMEngine(resolve(args, {f"DEEPINFER_{name}": value for name, value in environ.items()}))
 
     def prompt(self, length: int) -> list[int]:
@@ -214,6 +216,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--prompt-len", type=int, default=4096)
     parser.add_argument("--requests", type=int, default=100, help="of the trace")
     parser.add_argument("--rate", type=float, default=4.0, help="arrivals in a second")
+    parser.add_argument("--eager", action="store_true", help="compile steps when they are first needed")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default=commit_of_checkout(), help="recorded with the results")
@@ -223,7 +226,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     for name in args.scenarios or scenarios:
         figures = scenarios[name](bench)
         shown = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
-        print(json.dumps({"script": "bench_engine", "scenario": name, "model": Path(args.model).name} | shown | facts))
+        record = {"script": "bench_engine", "scenario": name, "model": Path(args.model).name} | shown | facts
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":
