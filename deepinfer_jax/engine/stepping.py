@@ -62,6 +62,7 @@ class StepLoop:
 
     def _launch(self, plan: Plan) -> None:
         shape, before, start = self._pipeline.shape_of(plan), num_compiled(), time.perf_counter()
+        idle_s = self._idle_s(start)
         try:
             launched = self._pipeline.launch(plan)
         except BaseException as error:
@@ -71,23 +72,22 @@ class StepLoop:
                 raise
             return
         self._in_flight.append(launched)
+        self._busy_at = time.perf_counter()
         if num_compiled() > before:
-            self._stats.compiled(shape.name, time.perf_counter() - start)
+            self._stats.compiled(shape.name, self._busy_at - start)
         self._stats.launched(
             rows=sum(rank.num_rows for rank in plan.ranks),
             padded_rows=self._pipeline.computed_rows(plan, shape),
             is_prefill=plan.is_prefill,
             bucket=shape.name,
-            idle_s=self._idle_s(),
+            idle_s=idle_s,
             copies=plan.num_copies,
         )
 
-    def _idle_s(self) -> float:
-        """At most how long the device waited for the step that was launched just now."""
-        now, before = time.perf_counter(), self._busy_at
-        self._busy_at = now
-        has_waited = len(self._in_flight) < 2 or self._in_flight[-2].is_done
-        return now - before if before is not None and has_waited else 0.0
+    def _idle_s(self, now: float) -> float:
+        """At most how long the device has waited for the step that is about to be launched."""
+        has_waited = not self._in_flight or self._in_flight[-1].is_done
+        return now - self._busy_at if self._busy_at is not None and has_waited else 0.0
 
     def _read(self) -> None:
         """Waits for the oldest launched step and takes its tokens in."""

@@ -9,7 +9,7 @@ from deepinfer_jax.testing import tolerances as tol
 from deepinfer_jax.testing.checks import Check
 
 # What one unit of a line's error is.
-UNITS = {"equal": "", "relative": "rel", "absolute": "abs", "ulp": "ulp", "margin": "of score"}
+UNITS = {"equal": "", "relative": "rel", "absolute": "abs", "ulp": "ulp", "margin": "of score", "boundary": "f32 ulp"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Report:
 
     @property
     def rows_forced(self) -> int:
-        """Selections that went on with the recorded ids, at ties and boundaries."""
+        """Selections that went on with the recorded ids, and cached values that were turned, at ties and boundaries."""
         return sum(line.rows_forced for line in self.lines)
 
     def to_json(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 type Feeding = Literal["none", "layer", "sublayer"]  # whose recorded inputs were put in place of computed ones
-type Measure = Literal["equal", "relative", "absolute", "ulp", "margin"]
+type Measure = Literal["equal", "relative", "absolute", "ulp", "margin", "boundary"]
 
 # Float32 modes: a float32 sum in another order moves a stage by 1e-7 to 1e-6 of a row's norm; a wrong formula by 1e-3
 # and more.
@@ -44,6 +44,12 @@ NUM_TRIALS = 12  # each turns a boundary within reach with a chance of up to one
 # An excused row may be off by so many times as much as noise moved it: the recording stands on one side of the same
 # boundary, perhaps together with others that no single trial turned.
 MOVED_FACTOR = 4.0
+# A value in front of a cache's quantiser may be rounded to either side if it is no more float32 ulp than this from the
+# boundary: sums in another order move it by as much (2e-7 to 5e-7 of itself; the sublayers in front agree to 6e-7).
+BOUNDARY_ULPS = 4
+# Values of one decoding that may be turned in this way, each of them named: in 40 steps of the recorded model, some
+# 30,000 values, 0.3 are expected within the margin.
+MAX_BOUNDARY_VALUES = 2
 # Rows that no implementation can be held to must stay the exception, or nothing has been shown.
 MAX_EXCUSED = 0.5
 

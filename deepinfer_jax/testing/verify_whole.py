@@ -1,14 +1,16 @@
 """Whole-model comparison in the float32 modes: nothing is put in place of a computed value unless a row needs it."""
 
 import dataclasses
+import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from deepinfer_jax.model.state import State
 from deepinfer_jax.testing import runner as running
 from deepinfer_jax.testing import tolerances as tol
+from deepinfer_jax.testing.boundary import Turn, quantized_caches, turn_check, turns_of
 from deepinfer_jax.testing.checks import Check, Comparison, bad_share, canonical, check_all, movements
 from deepinfer_jax.testing.fixtures import DecodeStep, Decoding, Recorded
 from deepinfer_jax.testing.runner import Chunk, Runner
@@ -20,6 +22,8 @@ _STEP_IDS = "topk_idxs"
 # The streams that the tokens alone decide, Engram included: no selection and no cache lies in front of them.
 _START = "layers.0.stream_in"
 
+_STEP = re.compile(r"step(\d+)")
+
 type Observed = Sequence[Mapping[str, np.ndarray]]
 
 
@@ -30,6 +34,8 @@ class Variant:
     captures_all: bool = False
     starts: Observed = ()  # what an earlier run observed: its first streams are put in place, and the recorded ids
     noise_seed: int | None = None
+    turns: tuple[Turn, ...] = ()  # cached values that are rounded to the other side
+    seen: Observed = ()  # what an earlier run observed, where there are turns: the inputs of the other sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,8 +48,8 @@ class Part:
     observe: Callable[[Variant], Observed]
     captures_all: bool = True  # whether a plain run captures every stage
     has_tied_steps: bool = False
-    settle: Callable[[Observed], "Part | None"] = lambda _: None  # another part to compare with, after a plain run
-    remarks: tuple[str, ...] = ()
+    # What could be turned in the first steps of a sequence, given a run with all stages and the turns that it had.
+    near: Callable[[Observed, int, int, tuple[Turn, ...]], Iterable[Turn]] | None = None
 
 
 def compare_whole(
@@ -51,39 +57,102 @@ def compare_whole(
 ) -> tuple[list[Check], tuple[str, ...]]:
     """The checks of a part and remarks on them, with a second look at rows beyond their tolerance.
 
-    The second look puts the recorded ids in place, so that everything behind a tie can be compared, and runs the part
+    The second look turns cached values that stand on a rounding boundary, if everything up to a later step then
+    agrees; it puts the recorded ids in place, so that everything behind a tie can be compared, and runs the part
     again with float32 noise on the first layer's streams: a row that moves beyond its tolerance by that stands on a
-    boundary, or behind one, and no implementation can be held to it. Neither helps a wrong formula, which fails on
+    boundary, or behind one, and no implementation can be held to it. None of it helps a wrong formula, which fails on
     rows that do not move.
     """
-
     tick(part.name)
     first = part.observe(Variant())
-    part = part.settle(first) or part
 
-    def compare(observed: Observed, moved: Sequence[Mapping[str, np.ndarray]]) -> list[Check]:
-        checks: list[Check] = []
-        for name, got, want, own in zip(part.sequences, observed, part.wants, moved, strict=True):
+    def compare(observed: Observed, moved: Sequence[Mapping[str, np.ndarray]] = ()) -> list[list[Check]]:
+        checks: list[list[Check]] = []
+        for i, name in enumerate(part.sequences):
             comparison = Comparison(
-                sequence=name, got=got, want=want, moved=own, has_tied_steps=part.has_tied_steps and bool(own)
+                sequence=name,
+                got=observed[i],
+                want=part.wants[i],
+                moved=moved[i] if moved else {},
+                has_tied_steps=part.has_tied_steps and bool(moved),
             )
-            checks += check_all(comparison, feeding="none", candidate_block=candidate_block)
+            checks.append(check_all(comparison, feeding="none", candidate_block=candidate_block))
         return checks
 
-    checks = compare(first, [{} for _ in part.wants])
-    if all(c.rows_bad + c.rows_forced == 0 for c in checks) or bad_share(checks) > tol.MAX_EXCUSED:
-        return checks, part.remarks
+    checks = compare(first)
+    if _agrees(checks):
+        return _flat(checks), ()
+    plain, remarks = Variant(captures_all=True), list[str]()
+    if part.near is not None:
+        plain, checks, remarks = _turn_values(part, first, compare, tick)
+    named = [turn_check(turn, part.sequences[turn.sequence]) for turn in plain.turns]
+    if _agrees(checks) or bad_share(_flat(checks)) > tol.MAX_EXCUSED:
+        return _flat(checks) + named, tuple(remarks)
     tick(f"{part.name}: with recorded ids")
     starts = first if part.captures_all else part.observe(Variant(captures_all=True))
-    base = part.observe(Variant(captures_all=True, starts=starts))
-    checks = compare(base, [{} for _ in part.wants])
-    if all(c.rows_bad == 0 for c in checks) and not part.has_tied_steps:
-        return checks, part.remarks
+    fed = dataclasses.replace(plain, starts=starts)
+    base = part.observe(fed)
+    checks = compare(base)
+    if all(c.rows_bad == 0 for c in _flat(checks)) and not part.has_tied_steps:
+        return _flat(checks) + named, tuple(remarks)
     tick(f"{part.name}: with noise")
-    seeds = range(tol.NUM_TRIALS)
-    trials = [part.observe(Variant(captures_all=True, starts=starts, noise_seed=seed)) for seed in seeds]
+    trials = [part.observe(dataclasses.replace(fed, noise_seed=seed)) for seed in range(tol.NUM_TRIALS)]
     moved = [movements(base[i], [trial[i] for trial in trials]) for i in range(len(base))]
-    return compare(base, moved), part.remarks
+    return _flat(compare(base, moved)) + named, tuple(remarks)
+
+
+def _turn_values(
+    part: Part, first: Observed, compare: Callable[[Observed], list[list[Check]]], tick: Callable[[str], None]
+) -> tuple[Variant, list[list[Check]], list[str]]:
+    """The run with the cached values turned whose turning makes steps agree that did not; at most a few.
+
+    A turn is kept if its sequence then agrees up to a later step than before, and no other sequence agrees less far.
+    """
+    seen = first if part.captures_all else part.observe(Variant(captures_all=True))
+    variant, checks, remarks = Variant(captures_all=True), compare(seen), list[str]()
+
+    def candidates() -> Iterable[Turn]:
+        assert part.near is not None
+        for sequence, own in enumerate(checks):
+            if not _agrees([own]):
+                yield from part.near(seen, sequence, agreeing_steps(own) + 1, variant.turns)
+
+    def is_further(new: list[list[Check]], turn: Turn) -> bool:
+        gains = [agreeing_steps(n) - agreeing_steps(old) for n, old in zip(new, checks, strict=True)]
+        return gains[turn.sequence] > 0 and min(gains) >= 0
+
+    while len(variant.turns) < tol.MAX_BOUNDARY_VALUES:
+        for turn in sorted(candidates(), key=lambda turn: abs(turn.near.move)):
+            name = part.sequences[turn.sequence]
+            tick(f"{part.name}: {name} with {turn.stage} turned at position {turn.position}")
+            trial = dataclasses.replace(variant, turns=(*variant.turns, turn), seen=seen)
+            observed = part.observe(trial)
+            at = f"{step_prefix(turn.step)}.{turn.stage}"
+            before, after = (o[turn.sequence][at][-1] for o in (seen, observed))  # the row that the step wrote
+            if np.any(before != after) and is_further(new := compare(observed), turn):
+                codes = float(before[turn.near.channel]), float(after[turn.near.channel])
+                remarks.append(turn.describe(f"{part.name}: {name} {step_prefix(turn.step)}", *codes))
+                variant, seen, checks = trial, observed, new
+                break
+        else:
+            break
+    return variant, checks, remarks
+
+
+def agreeing_steps(checks: Sequence[Check]) -> int:
+    """How many decode steps of a sequence agree before the first that does not; -1 if its prompt does not."""
+    bad = [c.name.split(".", 1)[0] for c in checks if c.rows_bad + c.rows_forced]
+    if "prompt" in bad:
+        return -1
+    return min((int(match[1]) for name in bad if (match := _STEP.fullmatch(name))), default=len(checks))
+
+
+def _agrees(checks: Sequence[Sequence[Check]]) -> bool:
+    return all(c.rows_bad + c.rows_forced == 0 for c in _flat(checks))
+
+
+def _flat(checks: Sequence[Sequence[Check]]) -> list[Check]:
+    return [check for own in checks for check in own]
 
 
 def prefill_part(name: str, runner: Runner, sequences: Sequence[Recorded], *, state: State) -> Part:
@@ -124,63 +193,36 @@ def parting_row(decoding: Decoding) -> int | None:
 
 
 def decode_part(
-    name: str,
-    runner: Runner,
-    items: Sequence[Decoding],
-    *,
-    state: State,
-    capture: tuple[str, ...],
-    branches: Mapping[int, int] | None = None,
+    name: str, runner: Runner, items: Sequence[Decoding], *, state: State, capture: tuple[str, ...]
 ) -> Part:
-    """Prefill and all greedy steps of several sequences, with the recorded tokens fed in.
-
-    branches: sequence -> the first of its logits from which on it is compared with the recorded prefill of the same
-    tokens instead of the recorded steps.
-    """
-    own = branches or {}
+    """Prefill and all greedy steps of several sequences, with the recorded tokens fed in."""
     has_ids = all(any(tol.leaf_of(n) == _STEP_IDS for n in step.stages) for item in items for step in item.steps)
 
     def observe(variant: Variant) -> Observed:
         wanted = running.ALL_STAGES if variant.captures_all else capture
-        return _observe_decode(runner, items, variant, state=state, capture=wanted, branches=own)
+        return _observe_decode(runner, items, variant, state=state, capture=wanted)
 
-    def settle(first: Observed) -> Part | None:
-        taken = {i: row for i, item in enumerate(items) if (row := _branch_of(item, first[i])) is not None}
-        return decode_part(name, runner, items, state=state, capture=capture, branches=taken) if taken else None
+    def near(seen: Observed, sequence: int, num_steps: int, taken: tuple[Turn, ...]) -> Iterable[Turn]:
+        item, steps = items[sequence], list[dict[str, np.ndarray]]()
+        for index in range(min(num_steps, len(item.steps))):
+            prefix = f"{step_prefix(index)}."
+            steps.append({k.removeprefix(prefix): v for k, v in seen[sequence].items() if k.startswith(prefix)})
+        caches = quantized_caches(runner.params, runner.config)
+        return turns_of(caches, steps, sequence=sequence, first_position=len(item.prompt.tokens), taken=taken)
 
     return Part(
         name=name,
         sequences=[item.prompt.name for item in items],
-        wants=[decode_wants(runner, item, other_from=own.get(i)) for i, item in enumerate(items)],
+        wants=[decode_wants(item) for item in items],
         observe=observe,
         captures_all=capture == running.ALL_STAGES,
         has_tied_steps=not has_ids,
-        settle=settle,
-        remarks=tuple(
-            f"{name}: {items[i].prompt.name} is compared with full_prefill_logits from logits {row} on, where the "
-            "recorded steps and the recorded prefill of the same tokens part: the product has the prefill's values"
-            for i, row in own.items()
-        ),
+        near=near,
     )
 
 
-def _branch_of(item: Decoding, observed: Mapping[str, np.ndarray]) -> int | None:
-    """Where the recordings part, if the product then has the values of the recorded prefill and not of the step."""
-    row = parting_row(item)
-    if not row or item.full_logits is None:
-        return None
-    got = observed[f"{step_prefix(row - 1)}.logits"][0]
-    other = item.full_logits[len(item.prompt.tokens) - 1 + row]
-    is_other = np.max(np.abs(got - other)) <= tol.LOGIT_ABSOLUTE < np.max(np.abs(got - item.logits[row]))
-    return row if is_other else None
-
-
-def decode_wants(runner: Runner, item: Decoding, *, other_from: int | None = None) -> dict[str, np.ndarray]:
-    """Everything recorded of a decoding under the names that `_observe_decode` uses.
-
-    From the logits `other_from` on, the recorded prefill takes the place of the steps, and of the final caches only
-    what was written before is left.
-    """
+def decode_wants(item: Decoding) -> dict[str, np.ndarray]:
+    """Everything recorded of a decoding under the names that `_observe_decode` uses."""
     greedy = np.asarray(item.greedy)
     wants: dict[str, np.ndarray] = {}
     if "logits" in item.prompt.stages:
@@ -191,24 +233,14 @@ def decode_wants(runner: Runner, item: Decoding, *, other_from: int | None = Non
         wants[f"{prefix}.step_margin"] = np.asarray([step.margin])
         length = len(item.prompt.tokens) + i + 1
         stages = canonical(comparable(step.stages))
-        logits, tokens = item.logits[i + 1 : i + 2], greedy[i + 1 : i + 2]
-        if other_from is not None and i + 1 >= other_from and item.full_logits is not None:
-            stages = {k: v for k, v in stages.items() if tol.leaf_of(k) in tol.TOKEN_LEAVES}
-            logits = item.full_logits[length - 1 : length]
-            tokens = np.argmax(logits, axis=1)
         wants |= {f"{prefix}.{k}": live_rows(v, k, length) for k, v in stages.items()}
-        if len(logits):
-            wants[f"{prefix}.logits"], wants[f"{prefix}.greedy_tokens"] = logits, tokens
+        if len(item.logits) > i + 1:
+            wants[f"{prefix}.logits"], wants[f"{prefix}.greedy_tokens"] = (
+                item.logits[i + 1 : i + 2],
+                greedy[i + 1 : i + 2],
+            )
     length = len(item.prompt.tokens) + len(item.steps)
-    parting = length if other_from is None else len(item.prompt.tokens) - 1 + other_from
-    for name, value in item.final_cache.items():
-        rows = live_rows(value, name, length)
-        if parting < length and tol.leaf_of(name) in running.ENTRY_STAGES:
-            rows = rows[: parting // running.ratio_of(runner, name)]
-        elif parting < length:
-            rows = rows[: max(0, len(rows) - (length - parting))]
-        wants[f"final_cache.{name}"] = rows
-    return wants
+    return wants | {f"final_cache.{n}": live_rows(v, n, length) for n, v in item.final_cache.items()}
 
 
 def step_prefix(index: int) -> str:
@@ -266,7 +298,6 @@ def _observe_decode(
     *,
     state: State,
     capture: tuple[str, ...],
-    branches: Mapping[int, int],
 ) -> Observed:
     prompts = [Chunk(slot=i, start=0, tokens=item.prompt.tokens) for i, item in enumerate(items)]
     forced = [_forced({}, [], variant, i, "prompt.") for i in range(len(items))]
@@ -286,9 +317,11 @@ def _observe_decode(
         names = [n for n in steps[0].stages if tol.leaf_of(n) == _STEP_IDS]
         prefix = step_prefix(index)
         forced = [_forced(s.stages, names, variant, i, f"{prefix}.") for i, s in zip(active, steps, strict=True)]
-        for own, i in zip(forced, active, strict=True):
-            if own and index + 1 >= branches.get(i, len(items[i].greedy)):
-                own |= {n: variant.starts[i][f"{prefix}.{n}"] for n in names}  # recorded ids are of the other branch
+        for turn in variant.turns:
+            if turn.step == index:
+                for own, i in zip(forced, active, strict=True):
+                    seen = variant.seen[i][f"{prefix}.{turn.source}"]
+                    own[turn.source] = turn.row if i == turn.sequence else own.get(turn.source, seen)
         ran = running.run(runner, ran.state, chunks, forced=forced, capture=capture, num_rows=num_rows)
         for i, chunk, step, stages in zip(active, chunks, steps, ran.stages, strict=True):
             own = step_stages(runner, step, stages, ran.state, slot=i, length=chunk.positions.stop)

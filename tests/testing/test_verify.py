@@ -10,7 +10,7 @@ import pytest
 
 from deepinfer_jax import cli
 from deepinfer_jax.checkpoint.write import write_file
-from deepinfer_jax.model import layer, moe
+from deepinfer_jax.model import attention, layer, moe
 from deepinfer_jax.ops import hyper, indexer, paged
 from deepinfer_jax.ops import moe as experts
 from deepinfer_jax.testing import verify as verifying
@@ -20,8 +20,9 @@ from deepinfer_jax.testing.verify import verify
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_a"
 MODES = ("fp32_noqdq", "fp32", "bf16", "q")
-# Where these recordings have ties and boundaries: one sequence of the batch of two, and one tied decode step.
-TIED_PARTS = {"fp32_noqdq": {"prefill_light"}, "fp32": {"prefill_light"}, "bf16": {"decode"}, "q": set()}
+# Where these recordings have ties and boundaries: one sequence of the batch of two, one tied decode step, and one value
+# of a decoding.
+TIED_PARTS = {"fp32_noqdq": {"prefill_light"}, "fp32": {"prefill_light", "decode"}, "bf16": {"decode"}, "q": set()}
 # What every mode needs beside its own recordings.
 SHARED = ("config.json", "tokenizer.json", "prompts.safetensors", "weights_released.safetensors")
 
@@ -44,6 +45,29 @@ def test_everything_recorded_agrees(mode: str):
     assert report.is_ok, report.to_text()
     parts = {line.part for line in report.lines if line.rows_forced or line.rows_excused}
     assert parts <= TIED_PARTS[mode]
+
+
+@pytest.mark.slow
+def test_every_recorded_decode_step_agrees():
+    """In fp32 too, where the recording may have one cached value on the other side of a rounding boundary."""
+    report = verify(TINY, "fp32", parts=("decode",))
+    assert report.is_ok, report.to_text()
+    lines = {line.stage: line for line in report.lines if line.part == "decode"}
+    assert (lines["logits"].rows, lines["logits"].tolerance) == (80, 2e-5)
+    assert lines["greedy_tokens"].is_equal and lines["topk_idxs"].is_equal
+    assert lines["final_cache.compress_kv"].is_equal and lines["final_cache.window_kv"].is_equal
+    assert not any(line.rows_excused or (line.rows_forced and line.stage != "boundary") for line in lines.values())
+    assert report.rows_forced == len(report.remarks) <= 1
+
+
+@pytest.mark.slow
+def test_a_value_that_a_fault_puts_over_a_boundary_is_not_turned(monkeypatch: pytest.MonkeyPatch):
+    """Window rows that are too large by 32 ulp: within the tolerance of every stage, but some codes are others."""
+    original = attention.window_rows
+    monkeypatch.setattr(attention, "window_rows", lambda kv, *, config: original(kv * (1 + 2.0**-18), config=config))
+    report = verify(TINY, "fp32", parts=("decode",))
+    assert not report.is_ok
+    assert "logits" in {line.stage for line in report.lines if not line.is_ok}, report.to_text()
 
 
 def _transposed_comb(monkeypatch: pytest.MonkeyPatch) -> None:
