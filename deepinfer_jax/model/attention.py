@@ -45,7 +45,7 @@ def project(
     q = linear(q_in, own.wq_b).reshape(-1, model.num_attention_heads, model.head_dim)
     kv = rms_norm(linear(x_in, own.wkv), own.kv_norm, eps=model.rms_norm_eps)
     new_kv = window_rows(rope.rotate(kv, tables.cos, tables.sin), config=config)
-    stages.note(f"{prefix}.window_kv", dequantize(new_kv, x.dtype))
+    stages.show(f"{prefix}.window_kv", dequantize(new_kv, x.dtype))
     return Projected(q_latent=q_latent, q=rope.rotate(q, tables.cos, tables.sin), new_kv=new_kv)
 
 

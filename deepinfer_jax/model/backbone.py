@@ -46,8 +46,9 @@ def forward(
 
     A pure function for any jit. capture: patterns of stage names to return (see `Stages`; `capture=("*",)` returns
     all). forced_selection: stage name -> value used instead of the computed one, for ids ("layers.4.topk_idxs",
-    "layers.4.candidate_mask", "layers.4.router_ids") and for any other stage. A donated state must not be used again.
-    Raises ValueError for names that match no stage.
+    "layers.4.candidate_mask", "layers.4.router_ids") and for any other stage that later ones read. A donated state must
+    not be used again.
+    Raises ValueError for names that match no stage, and for a forced one that nothing is computed from.
     """
     num_rows = batch.tokens.shape[0]
     pad = -num_rows % config.row_tile
@@ -86,7 +87,7 @@ def forward(
             return output, carry.state
     carry = _run_layers(params, step, carry, layers, config=config, stages=stages)
     if carry.features is not None:
-        stages.note("main_hidden", carry.features.reshape(carry.features.shape[0], -1))
+        stages.show("main_hidden", carry.features.reshape(carry.features.shape[0], -1))
     logits = _head(params, carry, logit_rows, step.rows.num_live, config=config, stages=stages)
     output = StepOutput(
         logits=logits,

@@ -43,7 +43,7 @@ def route(
     shared_out = experts_math.expert(
         u_in, shared.w1, shared.w2, shared.w3, None, limit=model.swiglu_limit, quantizes=quantizes
     )
-    stages.note(f"{prefix}.shared_expert_out", shared_out)
+    shared_out = stages.note(f"{prefix}.shared_expert_out", shared_out)
     return Routed(u=u_in, expert_ids=ids, weights=weights, shared_out=shared_out)
 
 

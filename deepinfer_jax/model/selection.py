@@ -137,14 +137,14 @@ def _select_variant(
             queries, weights, listed, load_keys, visible, has_fixed_trips=config.has_fixed_trips
         )
         entries, gap = indexer.top_entries(scores, listed, count=count)
-        stages.note(f"{prefix}.topk_margin", gap)
+        stages.show(f"{prefix}.topk_margin", gap)
         if stages.wants(f"{prefix}.index_score"):
-            stages.note(f"{prefix}.index_score", indexer.spread(scores, listed, width=width))
+            stages.show(f"{prefix}.index_score", indexer.spread(scores, listed, width=width))
         if kind.is_candidate_source:
             blocks, gap = indexer.candidate_blocks(
                 scores[:, :width], visible, block_size=model.candidate_block_size, count=model.candidate_topk_blocks
             )
-            stages.note(f"{prefix}.candidate_margin", gap)
+            stages.show(f"{prefix}.candidate_margin", gap)
         return jnp.pad(entries, ((0, 0), (0, room - count)), constant_values=-1), blocks
 
     entries, blocks = stages.map_rows(

@@ -103,7 +103,7 @@ def _source_rows(
     if ratio == 2:
         weights = jnp.concatenate([wkv, params.compressor.wgate[layer.cache_ordinal]], axis=0)
         pairs = stages.map_rows(lambda _, x: linear_f32(x, weights), x, num_live=rows.num_live, config=config)
-        stages.note(f"{prefix}.compress_pairs", pairs)
+        pairs = stages.note(f"{prefix}.compress_pairs", pairs)
         before = _row_before(pairs, state, rows, layer, config=config)
     wk, k_norm = params.indexer.wk[layer.kv_ordinal], params.indexer.k_norm[layer.kv_ordinal]
 
@@ -117,8 +117,8 @@ def _source_rows(
         main = _main_rows(rope.rotate(latent, cos, sin), config=config)
         key = rms_norm(linear(latent, wk), k_norm, eps=model.rms_norm_eps)
         index_key = index_rows(rope.rotate(key, cos, sin), config=config)
-        stages.note(f"{prefix}.compress_kv", dequantize(main, x.dtype))
-        stages.note(f"{prefix}.index_k", dequantize(index_key, x.dtype))
+        stages.show(f"{prefix}.compress_kv", dequantize(main, x.dtype))
+        stages.show(f"{prefix}.index_k", dequantize(index_key, x.dtype))
         return main, index_key, pairs
 
     # The pairs leave the loop that reads the row before: a compiler cannot write them to the tail any earlier.

@@ -48,6 +48,15 @@ class Stages:
             raise ValueError(f"forced_selection[{name!r}] has shape {forced.shape}; the stage has shape {value.shape}")
         return forced.astype(value.dtype)
 
+    def show(self, name: str, value: Array) -> None:
+        """Notes a view that nothing is computed from. Raises ValueError where it is forced, which would do nothing."""
+        if name in self._forced:
+            raise ValueError(
+                f"forced_selection[{name!r}] would have no effect: this stage is a view of packed data, or a side "
+                "result; force what it is made from (attn_in, compress_latent, topk_idxs)"
+            )
+        self.note(name, value)
+
     def mark(self, name: str) -> None:
         """Tells that a stage exists whose view was not built, since nobody asked for it."""
         self._noted.add(name)
