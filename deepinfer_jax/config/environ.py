@@ -18,7 +18,7 @@ from deepinfer_jax.config.runtime import NumericsName
 
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
 # Names in use: model, replay, kernels, engine, sampling, speculation, sharding, vision, transport, Ascend.
-LANDED: frozenset[str] = frozenset({"model", "replay", "engine"})
+LANDED: frozenset[str] = frozenset({"model", "replay", "engine", "sampling"})
 
 PREFIX = "DEEPINFER_"
 PROCESS_ENVIRON: Mapping[str, str] = os.environ

@@ -86,6 +86,15 @@ class EngineConfig:
     trace_dir: str
     memory_profile_path: str | None
     memory_tracing: bool
+    sum_smaller_probs: bool
+    sampler_force_topk: int
+    token_blacklist: str
+    xgrammar_debug: bool
+    xgrammar_timeout: int  # seconds
+    xgrammar_disable_cache: bool
+    grammar_cache_bytes: int
+    so_builder_cpus: int
+    grammar_whitespace: int  # characters
     # (variable, value) of those variables that have no field of their own yet.
     others: tuple[tuple[str, Value], ...]
     # (field or variable, source) in the order of `describe`.

@@ -51,16 +51,23 @@ class Buckets:
         return self.shape_of(1, 1, is_prefill=False)
 
     def shape_of(
-        self, num_rows: int, num_pages: int, *, is_prefill: bool, num_tail_rows: int | None = None
+        self,
+        num_rows: int,
+        num_pages: int,
+        *,
+        is_prefill: bool,
+        num_logits: int = 0,
+        num_tail_rows: int | None = None,
     ) -> StepShape:
-        """The smallest step with room for these rows and pages, and for the tail rows where fewer than all run."""
+        """The smallest step with room for these rows, logit rows and pages, and for the tail where it is not all."""
         rows = _smallest(self.prefill_rows if is_prefill else self.decode_rows, num_rows)
         pages = _smallest(self.pages, num_pages)
         tail = None
         if num_tail_rows is not None and num_tail_rows < num_rows:
             tail = _smallest(self._tails(rows), num_tail_rows)
             tail = None if tail == rows and not self.skips_padding else tail
-        return StepShape(rows, self._logits_of(rows, is_prefill=is_prefill), pages, tail)
+        logits = self._logits_of(rows, is_prefill=is_prefill)
+        return StepShape(rows, logits if num_logits <= logits else rows, pages, tail)
 
     def computed_rows(self, shape: StepShape, num_rows: int) -> int:
         """Rows that a step computes for so many live ones."""

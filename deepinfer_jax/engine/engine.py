@@ -4,45 +4,36 @@ With asynchronous scheduling a step is launched before the one in front of it is
 next work ready while the host reads, detokenizes and plans. Outputs come one step late; they are the same.
 """
 
+import dataclasses
 import gc
 import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from tqdm import tqdm
 
 from deepinfer_jax.config.args import EngineArgs, EngineConfig, resolve
 from deepinfer_jax.engine import intake, snapshot
-from deepinfer_jax.engine.outputs import Drawn, Emitter, RequestOutput
+from deepinfer_jax.engine.answers import Answers, EngineHooks
+from deepinfer_jax.engine.constraints import GRAMMAR_FAILED, Constraints, PendingGrammars
+from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.pipeline import Pipeline
 from deepinfer_jax.engine.profiling import Profiler
-from deepinfer_jax.engine.setup import load_engine_model
+from deepinfer_jax.engine.setup import load_engine_model, sample_settings
 from deepinfer_jax.engine.sizes import engine_sizes
 from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.engine.stepping import StepLoop
-from deepinfer_jax.sampling.params import SamplingParams, request_seed
+from deepinfer_jax.sampling.constraints import DrawState
+from deepinfer_jax.sampling.grammar import GrammarError, GrammarTicket
+from deepinfer_jax.sampling.params import SamplingParams, derived_seed, request_seed
 from deepinfer_jax.scheduler import sequence as scheduling
 from deepinfer_jax.scheduler.batching import RequestOptions
-from deepinfer_jax.scheduler.plan import Plan
 from deepinfer_jax.scheduler.scheduler import Scheduler
 
 TOO_LONG = "prompt_length_exceeded"
+GRAMMAR_WAIT_S = 0.02  # how long a step waits for a grammar when it has nothing else to do
 _log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class EngineHooks(Protocol):
-    """What a service or a study may watch; every method is called in the thread of `step()`."""
-
-    def post_schedule(self, plan: Plan) -> None:
-        """A plan was made and is about to be launched."""
-
-    def process_output(self, outputs: Sequence[RequestOutput]) -> None:
-        """Outputs are about to be returned."""
-
-    def finalize_seq(self, sequence: scheduling.Sequence) -> None:
-        """A request has ended; what it held is free."""
 
 
 class LLMEngine:
@@ -60,25 +51,36 @@ class LLMEngine:
         self.sizes = engine_sizes(config, loaded)
         self.scheduler = Scheduler(self.sizes.scheduler)
         self.pipeline = Pipeline(
-            loaded, self.sizes, self.scheduler.ranks[0].page_table, is_guarded=not config.sync_guard_disabled
+            loaded,
+            self.sizes,
+            self.scheduler.ranks[0].page_table,
+            settings=sample_settings(config, self.model.vocab_size),
+            is_guarded=not config.sync_guard_disabled,
         )
-        self._stats, self._hooks = EngineStats(), hooks
+        self._stats = EngineStats()
         self._profiler = Profiler(
             config.trace_dir,
             memory_profile_path=config.memory_profile_path,
             memory_tracing=config.memory_tracing,
             http_port=config.profile_http_port_base + loaded.device.id if config.profile_http_enable else None,
         )
-        self._emitters: dict[str, Emitter] = {}  # of unfinished requests
+        self._answers = Answers(
+            self.scheduler,
+            self._stats,
+            self.tokenizer,
+            hooks,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._constraints = Constraints(config, self.model, self.tokenizer)
+        self._pending = PendingGrammars(self._constraints)
         self._loop = StepLoop(
             self.scheduler,
             self.pipeline,
             self._stats,
+            self._answers,
+            vocab_size=self.model.vocab_size,
             is_async=config.async_scheduling,
-            took_tokens=self._put_out,
-            planned=hooks.post_schedule if hooks is not None else None,
         )
-        self._outputs: list[RequestOutput] = []  # not given out yet
         self._num_requests = self._num_steps = 0
         self._is_closed = False
         if not config.enforce_eager:
@@ -112,21 +114,42 @@ class LLMEngine:
         """
         if not isinstance(sampling_params, SamplingParams):
             sampling_params = SamplingParams.from_dict(sampling_params)
-        task = intake.read_request(
-            prompt_token_ids, sampling_params, multi_modal_data, model=self.model, has_replay=self._has_replay
-        )
+        task = self.read_task(prompt_token_ids, sampling_params, multi_modal_data)
         checkpoints = intake.read_checkpoints(chunk_checkpoints, len(task.prompt))
-        options = self._options_of(task, self._num_requests, user_id=user_id, extra=extra, arrival_time=arrival_time)
-        sequence = self.build(request_id, task, options, checkpoints=checkpoints)
+        sequence = self._build(request_id, task, self._num_requests, checkpoints)
+        sequence.options = dataclasses.replace(
+            sequence.options, user_id=user_id, extra=extra, arrival_time=arrival_time
+        )
         if enqueue:
             self.enqueue(sequence)
         return sequence
 
-    def add_task(self, request_id: str, task: intake.Task, *, index: int) -> scheduling.Sequence:
-        """Takes in a request whose arguments were checked; index: its place, from which a seed may follow."""
-        sequence = self.build(request_id, task, self._options_of(task, index))
-        self.enqueue(sequence)
+    def add_task(
+        self, request_id: str, task: intake.Task, *, index: int, sample: int = 0, ticket: GrammarTicket | None = None
+    ) -> scheduling.Sequence:
+        """Takes in a request whose arguments were checked; index: its place, from which a seed may follow.
+
+        sample: which of its n answers. ticket: of `compile_grammar`, where its grammar is being compiled already.
+        """
+        sequence = self._build(request_id, task, index)
+        seed = derived_seed(sequence.options.seed, sample)
+        sequence.options = dataclasses.replace(sequence.options, seed=seed)
+        self.enqueue(sequence, ticket)
         return sequence
+
+    def compile_grammar(self, params: SamplingParams) -> GrammarTicket | None:
+        """Starts to compile a request's grammar, None for one without. Raises ValueError for bad so_args."""
+        return self._constraints.compile(params)
+
+    def read_task(
+        self, prompt_token_ids: intake.TokenIds, params: SamplingParams, multi_modal_data: Any = None
+    ) -> intake.Task:
+        """Checked arguments of one request. Raises ValueError or TypeError."""
+        if params.n != 1:
+            raise ValueError(f"n={params.n}: an engine request has one answer; use LLM.generate, or fork_request")
+        return intake.read_request(
+            prompt_token_ids, params, multi_modal_data, model=self.model, has_replay=self._has_replay
+        )
 
     @property
     def max_prompt_len(self) -> int:
@@ -134,33 +157,25 @@ class LLMEngine:
         sizes = self.sizes.scheduler
         return min(self.max_model_len, sizes.num_pages * sizes.page_tokens, self.config.ignore_len)
 
-    def build(
-        self, request_id: str, task: intake.Task, options: RequestOptions, *, checkpoints: frozenset[int] = frozenset()
-    ) -> scheduling.Sequence:
-        """A sequence that is not queued yet."""
+    def enqueue(self, sequence: scheduling.Sequence, ticket: GrammarTicket | None = None) -> None:
+        """Queues a request that `add_request` built, as soon as its grammar is ready."""
         self._require_open()
-        tail_start = self.runtime.tail_start(len(task.prompt))
-        if tail_start and self.sizes.scheduler.prefix_mode != "off":
-            checkpoints |= {tail_start}  # the furthest that another request may take over
-        return scheduling.Sequence(
-            request_id=request_id,
-            prompt=task.prompt,
-            limits=scheduling.Limits(
-                max_tokens=task.params.max_tokens, eos_id=task.params.eos_id, ignore_eos=task.params.ignore_eos
-            ),
-            tail_start=tail_start,
-            options=options,
-            checkpoints=checkpoints,
-        )
-
-    def enqueue(self, sequence: scheduling.Sequence) -> None:
-        """Queues a request that `add_request` built."""
-        self._require_open()
-        self.scheduler.add(sequence)
+        params: SamplingParams = sequence.options.params
+        if sequence.request_id in self._pending:
+            raise ValueError(f"request {sequence.request_id!r} is unfinished; a new one needs an id of its own")
+        ticket = ticket or self._constraints.compile(params)
+        if ticket is None:
+            state = self._constraints.build(params, sequence.prompt, None)
+            sequence.options = dataclasses.replace(sequence.options, constraint=state)
+            self.scheduler.add(sequence)
+        elif self.scheduler.get(sequence.request_id) is not None:
+            raise ValueError(f"request {sequence.request_id!r} is unfinished; a new one needs an id of its own")
+        else:
+            self._pending.add(sequence, ticket)
         self._follow(sequence)
-        if len(sequence.prompt) > self.config.ignore_len:
+        if ticket is None and len(sequence.prompt) > self.config.ignore_len:
             self.scheduler.end(sequence.request_id, TOO_LONG)
-        self._take_ended()
+        self._answers.take_ended()
 
     def abort_request(self, request_ids: str | Iterable[str]) -> tuple[int, int]:
         """Ends requests, whatever they do at the moment; how many there were, and the tokens they had put out."""
@@ -169,8 +184,11 @@ class LLMEngine:
         num_tokens = sum(len(sequence.output) for sequence in found)
         for sequence in found:
             self.scheduler.abort(sequence.request_id)
-        self._take_ended()
-        return len(found), num_tokens
+        pending = [sequence for each in ids if (sequence := self._pending.remove(each)) is not None]
+        for sequence in pending:
+            self._refuse(sequence, "abort")
+        self._answers.take_ended()
+        return len(found) + len(pending), num_tokens
 
     def fork_request(
         self,
@@ -186,23 +204,26 @@ class LLMEngine:
         """
         parent = self.scheduler.get(request_id)
         limits = options = None
-        if parent is not None and sampling_params is not None:
-            task = intake.read_request(
-                parent.prompt, sampling_params, None, model=self.model, has_replay=self._has_replay
-            )
-            options = self._options_of(task, self._num_requests)
-            limits = scheduling.Limits(
-                max_tokens=task.params.max_tokens, eos_id=task.params.eos_id, ignore_eos=task.params.ignore_eos
-            )
+        if parent is not None:
+            num_kept = len(parent.output) if num_tokens is None else max(0, num_tokens - len(parent.prompt))
+            options, constraint = parent.options, parent.options.constraint
+            if sampling_params is not None:
+                task = self.read_task(parent.prompt, sampling_params)
+                options, limits = self._options_of(task, self._num_requests), _limits(task.params)
+                constraint = self._constraint_behind(task.params, parent.prompt, parent.output[:num_kept])
+            elif constraint is not None and num_kept <= len(parent.output):
+                constraint = constraint.fork()
+                constraint.rollback(len(parent.output) - num_kept)
+            options = dataclasses.replace(options, constraint=constraint)
         forked = self.scheduler.fork(request_id, new_request_id, num_tokens=num_tokens, limits=limits, options=options)
         self._follow(forked)
-        self._take_ended()
+        self._answers.take_ended()
         return forked
 
     def save_request(self, request_id: str) -> snapshot.RequestSnapshot:
         """An unfinished request with all that it has on the device, as arrays on the host; it goes on unchanged."""
         self._loop.read_all()
-        self._take_ended()
+        self._answers.take_ended()
         sequence = self.scheduler.get(request_id)
         if sequence is None:
             raise ValueError(f"request {request_id!r} is not unfinished; only a waiting or running one can be saved")
@@ -215,7 +236,9 @@ class LLMEngine:
         """
         self._require_open()
         snapshot.check(saved, fingerprint=self.fingerprint())
-        sequence = snapshot.sequence_of(saved, request_id)
+        sequence = snapshot.sequence_of(saved, request_id, _limits(saved.params))
+        state = self._constraint_behind(saved.params, saved.prompt, saved.output)
+        sequence.options = dataclasses.replace(sequence.options, constraint=state)
         if saved.state is not None and self.scheduler.adopt(sequence, saved.num_written, state_end=saved.state_end):
             sequence.window_start = saved.window_start
             num_pages = self.sizes.scheduler.pages_of(saved.num_written)
@@ -223,7 +246,7 @@ class LLMEngine:
         elif saved.state is None:
             self.scheduler.add(sequence)
         self._follow(sequence)
-        self._take_ended()
+        self._answers.take_ended()
         return sequence
 
     def fingerprint(self) -> str:
@@ -232,15 +255,15 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has something to do or to give."""
-        return bool(self.scheduler.num_unfinished or self._outputs)
+        return bool(self.get_num_unfinished_requests() or self._answers.has_outputs)
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
-        return self.scheduler.num_unfinished
+        """Requests that wait or run, those that wait for their grammar included."""
+        return self.scheduler.num_unfinished + len(self._pending)
 
     def get_num_pendings(self) -> int:
-        """Requests that wait for something outside the scheduler: none in this version."""
-        return 0
+        """Requests that wait for their grammar to be compiled."""
+        return len(self._pending)
 
     # Steps.
 
@@ -248,17 +271,18 @@ class LLMEngine:
         """Launches the next step and reads the one in front of it; the tokens that became known, in order."""
         self._require_open()
         self._num_steps += 1
+        self._take_grammars()
         with self._profiler.step(self._num_steps):
             self._loop.step()
-        self._take_ended()
+        self._answers.take_ended()
         self._housekeeping()
-        return self._give_out()
+        return self._answers.give_out()
 
     def flush_inflight_reqs(self) -> list[RequestOutput]:
         """Reads every launched step; the outputs that were not given out yet."""
         self._loop.read_all()
-        self._take_ended()
-        return self._give_out()
+        self._answers.take_ended()
+        return self._answers.give_out()
 
     def stats(self) -> dict[str, Any]:
         """What happened so far (`engine/stats.py`), and how things stand."""
@@ -269,6 +293,7 @@ class LLMEngine:
         if not self._is_closed:
             self._is_closed = True
             self._profiler.close()
+            self._constraints.close()
             del self.pipeline, self.params, self._loop
 
     def _require_open(self) -> None:
@@ -282,42 +307,54 @@ class LLMEngine:
         )
         self._stats.warm_up_done()
 
-    def _put_out(self, sequence: scheduling.Sequence, drawn: Sequence[Drawn]) -> None:
-        """Outputs for tokens that a request has just taken."""
-        emitter = self._emitters[sequence.request_id]
-        for index, one in enumerate(drawn, start=1):
-            reason = sequence.finish_reason if index == len(drawn) else ""
-            self._outputs.append(emitter.emit(one, finish_reason=reason))
-
-    def _follow(self, sequence: scheduling.Sequence) -> None:
-        """Prepares the outputs of a request that the scheduler has taken in."""
-        self._num_requests += 1
-        self._stats.added(sequence.request_id, len(sequence.prompt), at=sequence.options.arrival_time)
-        self._emitters[sequence.request_id] = Emitter(
-            sequence.request_id,
-            len(sequence.prompt),
-            tokenizer=self.tokenizer,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            inherited=sequence.output,
+    def _build(
+        self, request_id: str, task: intake.Task, index: int, checkpoints: frozenset[int] = frozenset()
+    ) -> scheduling.Sequence:
+        self._require_open()
+        tail_start = self.runtime.tail_start(len(task.prompt))
+        if tail_start and self.sizes.scheduler.prefix_mode != "off":
+            checkpoints |= {tail_start}  # the furthest that another request may take over
+        return scheduling.Sequence(
+            request_id=request_id,
+            prompt=task.prompt,
+            limits=_limits(task.params),
+            tail_start=tail_start,
+            options=self._options_of(task, index),
+            checkpoints=checkpoints,
+            scores_prompt=task.params.prompt_logprobs,
         )
 
-    def _take_ended(self) -> None:
-        for sequence in self.scheduler.take_ended():
-            emitter = self._emitters.pop(sequence.request_id)
-            self._stats.ended(sequence.request_id, sequence.finish_reason)
-            if not emitter.is_finished:
-                self._outputs.append(emitter.end(sequence.finish_reason))
-            if self._hooks is not None:
-                self._hooks.finalize_seq(sequence)
+    def _take_grammars(self) -> None:
+        """Queues the requests whose grammar is ready, and ends those whose grammar is none."""
+        for sequence in self._pending.take_ready(wait_s=0.0 if self.scheduler.num_unfinished else GRAMMAR_WAIT_S):
+            if sequence.error is not None:
+                self._refuse(sequence, GRAMMAR_FAILED)
+            elif len(sequence.prompt) > self.config.ignore_len:
+                self._refuse(sequence, TOO_LONG)
+            else:
+                self.scheduler.add(sequence)
 
-    def _give_out(self) -> list[RequestOutput]:
-        outputs, self._outputs = self._outputs, []
-        if outputs and self._hooks is not None:
-            self._hooks.process_output(outputs)
-        return outputs
+    def _refuse(self, sequence: scheduling.Sequence, reason: str) -> None:
+        """Ends a request that the scheduler has not seen."""
+        sequence.finish_reason = reason
+        self._answers.close(sequence)
 
-    def _options_of(self, task: intake.Task, index: int, **kept: Any) -> RequestOptions:
-        return RequestOptions(task.params, request_seed(task.params, self.config.seed, index, random), **kept)
+    def _constraint_behind(
+        self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    ) -> DrawState | None:
+        """The constraint of a request that goes on behind known tokens; waits for its grammar."""
+        ticket = self._constraints.compile(params)
+        try:
+            return self._constraints.build(params, prompt, ticket.result() if ticket else None, output)
+        except GrammarError as error:
+            raise ValueError(f"the tokens so far do not fit so_args: {error}; change so_args or num_tokens") from error
+
+    def _follow(self, sequence: scheduling.Sequence) -> None:
+        self._num_requests += 1
+        self._answers.follow(sequence)
+
+    def _options_of(self, task: intake.Task, index: int) -> RequestOptions:
+        return RequestOptions(task.params, request_seed(task.params, self.config.seed, index, random))
 
     @property
     def _has_replay(self) -> bool:
@@ -351,3 +388,12 @@ class LLMEngine:
             "decoder_rows": self.pipeline.num_decoder_rows,
             **self._profiler.memory(),
         }
+
+
+def _limits(params: SamplingParams) -> scheduling.Limits:
+    return scheduling.Limits(
+        max_tokens=params.max_tokens,
+        eos_id=params.eos_id,
+        ignore_eos=params.ignore_eos,
+        stop_ids=frozenset(params.stop_token_ids or ()),
+    )

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams, refuse_unsupported
+from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams, check_vocabulary
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 type TokenIds = Sequence[SupportsIndex] | np.ndarray
@@ -171,7 +171,10 @@ def _ready_params(params: SamplingParams, index: int, model: ModelConfig, *, has
             stacklevel=2,
         )
         params = dataclasses.replace(params, prompt_logprobs=False)
-    refuse_unsupported(params)
+    try:
+        check_vocabulary(params, model.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"prompt {index}: {error}") from error
     for place, token_id in enumerate(params.golden_token_ids or ()):
         if token_id != NO_TOKEN and token_id >= model.vocab_size:
             raise ValueError(

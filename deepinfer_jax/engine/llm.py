@@ -13,6 +13,7 @@ from deepinfer_jax.config.args import EngineArgs
 from deepinfer_jax.engine import intake
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.outputs import RequestOutput, fold_end
+from deepinfer_jax.sampling.grammar import GrammarTicket, GrammarTimeout
 from deepinfer_jax.scheduler.sequence import Sequence
 from deepinfer_jax.text.tokenizer import Tokenizer
 
@@ -90,30 +91,44 @@ class LLM:
         prompt_token_ids: intake.TokenLists = None,
         use_tqdm: bool = True,
         multi_modal_data: Any = None,
-    ) -> list[str] | list[list[RequestOutput]]:
-        """One result for each prompt, in order.
+        on_error: str = "raise",
+    ) -> list[Any]:
+        """One result for each prompt, in order: a text, or the list of its `RequestOutput`s (decode_sequence=False).
 
         prompts: a string or a list of strings. prompt_token_ids: lists of ids; with both given, the ids are used.
-        sampling_params: one for all prompts, or one for each; None is `SamplingParams()`. Nothing runs before every
-        argument is checked, and after an exception the engine can be used again. A request that fails while it runs
-        has a finish reason that says so; where texts are wanted, `GenerationError` is raised once all have ended.
+        sampling_params: one for all prompts, or one for each; None is `SamplingParams()`. With n > 1 a prompt's result
+        is the list of its n answers. Nothing runs before every argument is checked, grammars included, and after an
+        exception the engine can be used again. on_error: "finish" lets a request whose grammar is refused end with
+        its finish reason instead. A request that fails while it runs has a finish reason that says so; where texts are
+        wanted, `GenerationError` is raised once all have ended.
         """
-        engine = self.engine
-        sequences = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data)
+        calls = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data, on_error=on_error)
+        results = self._run([sequence for _, sequence in calls], use_tqdm=use_tqdm)
+        if self._decode_sequence:
+            _raise_failures(results, [sequence for _, sequence in calls])
+            texts = [self._text_of(sequence, outputs) for (_, sequence), outputs in zip(calls, results, strict=True)]
+            return _by_prompt(calls, texts)
+        return _by_prompt(calls, results)
+
+    def _run(self, sequences: list[Sequence], *, use_tqdm: bool) -> list[list[RequestOutput]]:
+        """The outputs of each, once all have ended."""
         outputs: dict[str, list[RequestOutput]] = {sequence.request_id: [] for sequence in sequences}
-        bar = tqdm(total=len(outputs), desc="generating", unit="prompt", disable=None if use_tqdm else True)
+        num_left = len(outputs)
+        bar = tqdm(total=num_left, desc="generating", unit="answer", disable=None if use_tqdm else True)
         with self._owning(outputs), bar:
-            while any(not found or not found[-1].finished for found in outputs.values()):
-                for output in engine.step():
+            while num_left:
+                for output in self.engine.step():
                     if output.request_id in outputs:
                         outputs[output.request_id].append(output)
+                        num_left -= output.finished
                         bar.update(output.finished)
-        results = [fold_end(found) for found in outputs.values()]
-        if not self._decode_sequence:
-            return results
-        _raise_failures(results, sequences)
-        tokenizer = self.get_tokenizer()
-        return [tokenizer.decode(sequence.output) for sequence in sequences]
+        return [fold_end(found) for found in outputs.values()]
+
+    def _text_of(self, sequence: Sequence, outputs: list[RequestOutput]) -> str:
+        """The whole text; a stop string is cut from it, so it is that of the outputs then."""
+        if sequence.options.params.stop_strings:
+            return "".join(output.text for output in outputs)
+        return self.get_tokenizer().decode(sequence.output)
 
     def stream(
         self,
@@ -124,10 +139,11 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """The outputs of `generate` as they come: (place of the prompt, output).
 
-        The arguments are checked now, the requests run while the iterator is read, and closing it aborts them.
+        The arguments are checked now, the requests run while the iterator is read, and closing it aborts them. With
+        n > 1 the answers of a prompt are told apart by their `request_id`.
         """
-        sequences = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data)
-        return self._stream({sequence.request_id: place for place, sequence in enumerate(sequences)})
+        calls = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data)
+        return self._stream({sequence.request_id: place for place, sequence in calls})
 
     def _stream(self, places: dict[str, int]) -> Iterator[tuple[int, RequestOutput]]:
         num_left = len(places)
@@ -144,8 +160,12 @@ class LLM:
         prompt_token_ids: intake.TokenLists,
         sampling_params: intake.ParamsArgument,
         multi_modal_data: Any,
-    ) -> list[Sequence]:
-        """Checks every argument, then queues the requests."""
+        *,
+        on_error: str = "raise",
+    ) -> list[tuple[int, Sequence]]:
+        """Checks every argument, then queues the requests: (place of the prompt, request), n for each prompt."""
+        if on_error not in ("raise", "finish"):
+            raise ValueError(f"on_error={on_error!r} is unknown; choose 'raise' or 'finish'")
         engine = self.engine
         tasks = intake.read_tasks(
             prompts,
@@ -157,11 +177,14 @@ class LLM:
             max_len=engine.max_prompt_len,
             has_replay=engine.runtime.replay_mode != "off",
         )
-        first_id = self._num_requests
-        self._num_requests += len(tasks)
-        return [
-            engine.add_task(f"{_ID_PREFIX}{first_id + index}", task, index=index) for index, task in enumerate(tasks)
-        ]
+        tickets = _compile_all(engine, tasks, raises=on_error == "raise")
+        calls: list[tuple[int, Sequence]] = []
+        for place, (task, ticket) in enumerate(zip(tasks, tickets, strict=True)):
+            for sample in range(task.params.n):
+                name = f"{_ID_PREFIX}{self._num_requests}"
+                self._num_requests += 1
+                calls.append((place, engine.add_task(name, task, index=place, sample=sample, ticket=ticket)))
+        return calls
 
     @contextlib.contextmanager
     def _owning(self, request_ids: Iterable[str]) -> Iterator[None]:
@@ -203,11 +226,37 @@ class LLM:
             self._engine = None
 
 
+def _compile_all(engine: LLMEngine, tasks: list[intake.Task], *, raises: bool) -> list[GrammarTicket | None]:
+    """The grammars of all requests, compiled at the same time. Raises ValueError for the first that is refused."""
+    tickets = []
+    for place, task in enumerate(tasks):
+        try:
+            tickets.append(engine.compile_grammar(task.params))
+        except ValueError as error:
+            raise ValueError(f"prompt {place}: {error}") from error
+    for place, ticket in enumerate(tickets):
+        if ticket is not None and raises:
+            try:
+                ticket.result()
+            except (ValueError, GrammarTimeout) as error:
+                raise ValueError(f"prompt {place}: so_args: {error}") from error
+    return tickets
+
+
+def _by_prompt(calls: list[tuple[int, Sequence]], results: list[Any]) -> list[Any]:
+    """One entry for each prompt: its result, or the list of its n results."""
+    grouped: dict[int, list[Any]] = {}
+    for (place, _), result in zip(calls, results, strict=True):
+        grouped.setdefault(place, []).append(result)
+    has_several = {place: sequence.options.params.n > 1 for place, sequence in calls}
+    return [found if has_several[place] else found[0] for place, found in grouped.items()]
+
+
 def _raise_failures(results: list[list[RequestOutput]], sequences: list[Sequence]) -> None:
     """Raises for requests that neither stopped nor reached their length."""
     failed = [place for place, outputs in enumerate(results) if outputs[-1].finish_reason not in ("stop", "length")]
     if failed:
-        reasons = ", ".join(f"prompt {place}: {results[place][-1].finish_reason}" for place in failed)
+        reasons = ", ".join(f"answer {place}: {results[place][-1].finish_reason}" for place in failed)
         error = GenerationError(f"{len(failed)} of {len(results)} requests failed ({reasons})", results)
         raise error from sequences[failed[0]].error
 

@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from deepinfer_jax.sampling.params import NO_TOKEN
+from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams
+from deepinfer_jax.sampling.stop import StopWatch
 from deepinfer_jax.text import detokenizer
 from deepinfer_jax.text.tokenizer import Tokenizer
 
@@ -61,6 +62,7 @@ class Drawn:
     token_id: int
     logprob: float
     top: tuple[tuple[float, int], ...] = ()  # (log-probability, token id), best first
+    smaller_mass: float = NOT_COMPUTED
 
 
 class Emitter:
@@ -73,12 +75,18 @@ class Emitter:
         self,
         request_id: str,
         prompt_len: int,
+        params: SamplingParams,
         *,
         tokenizer: Tokenizer | None,
         max_num_batched_tokens: int,
         inherited: Sequence[int] = (),
+        scores_prompt: bool = False,
     ) -> None:
         self._request_id, self._prompt_len = request_id, prompt_len
+        self._watch = StopWatch(params)
+        self._min_tokens = params.min_tokens
+        self._scores = [0.0] * (prompt_len - 1) if scores_prompt else []
+        self._is_first = True
         self._tokenizer, self._max_num_batched_tokens = tokenizer, max_num_batched_tokens
         self._text = detokenizer.DetokenizerState()
         self._num_tokens = len(inherited)
@@ -87,12 +95,16 @@ class Emitter:
             self._settle(token_id)
 
     def emit(self, drawn: Drawn, *, finish_reason: str) -> RequestOutput:
-        """The next token; with a finish reason it is the last one."""
+        """The next token; with a finish reason it is the last one. A stop string that it completes makes it that."""
         self._num_tokens += 1
         text = self._settle(drawn.token_id)
-        if finish_reason:
-            text += self._rest()
-        return self._output(drawn, text, finish_reason)
+        if self._watch.found is not None:
+            return self._output(drawn, text, "stop")
+        return self._output(drawn, text + self._rest() if finish_reason else text, finish_reason)
+
+    def score(self, start: int, logprobs: Sequence[float]) -> None:
+        """Log-probabilities of the prompt tokens from position `start` on."""
+        self._scores[start - 1 : start - 1 + len(logprobs)] = logprobs
 
     def end(self, finish_reason: str) -> RequestOutput:
         """The end of a request that comes without a token."""
@@ -100,6 +112,7 @@ class Emitter:
 
     def _output(self, drawn: Drawn, text: str, finish_reason: str) -> RequestOutput:
         self.is_finished = bool(finish_reason)
+        scores, self._is_first = self._scores if self._is_first else [], False
         return RequestOutput(
             request_id=self._request_id,
             prompt_len=self._prompt_len,
@@ -110,7 +123,9 @@ class Emitter:
             token_logprobs=drawn.logprob,
             top_logprobs=[logprob for logprob, _ in drawn.top],
             top_token_ids=[token_id for _, token_id in drawn.top],
+            sum_smaller_probs=drawn.smaller_mass,
             num_output_tokens=self._num_tokens,
+            prompt_logprobs=scores if drawn.token_id != NO_TOKEN else [],
             text=text,
         )
 
@@ -119,14 +134,14 @@ class Emitter:
         if self._tokenizer is None:
             return ""
         text, self._text = detokenizer.push(self._tokenizer, self._text, [token_id])
-        return text
+        return self._watch.push(text, may_stop=self._num_tokens >= self._min_tokens)[0]
 
     def _rest(self) -> str:
         """What is left of an unfinished character."""
         if self._tokenizer is None:
             return ""
         text, self._text = detokenizer.flush(self._tokenizer, self._text)
-        return text
+        return self._watch.push(text)[0] + self._watch.flush()
 
 
 def fold_end(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:

@@ -22,6 +22,7 @@ from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.engine.sizes import EngineSizes
 from deepinfer_jax.engine.steps import Carried, StepResult
 from deepinfer_jax.model.state import PAGED_LEAVES, State, init_state
+from deepinfer_jax.sampling.logits import Edits, SampleSettings
 from deepinfer_jax.scheduler.batching import pack_copies, pack_step
 from deepinfer_jax.scheduler.plan import Plan, RankPlan
 from deepinfer_jax.scheduler.sequence import Copy
@@ -39,7 +40,7 @@ class Launched:
     packed: Int32[np.ndarray, " L"]
     computed_rows: Int32[jax.Array, " two"]
     logits: Float32[jax.Array, "N V"] | None = None  # of a step that waits for masks
-    drawn: Int32[jax.Array, "two N"] | None = None
+    drawn: Int32[jax.Array, "three N"] | None = None
     best: tuple[jax.Array, jax.Array] | None = None
 
     @property
@@ -52,11 +53,18 @@ class Pipeline:
     """Launches steps and reads them. page_tables, one for each rank, belong to the scheduler and are copied."""
 
     def __init__(
-        self, model: LoadedModel, sizes: EngineSizes, page_table: Int32[np.ndarray, "S M"], *, is_guarded: bool
+        self,
+        model: LoadedModel,
+        sizes: EngineSizes,
+        page_table: Int32[np.ndarray, "S M"],
+        *,
+        settings: SampleSettings,
+        is_guarded: bool,
     ) -> None:
         self._model, self._sizes, self._page_table = model, sizes, page_table
         # The mode of replay is in the batch: steps of all modes share their programs.
-        self._config = dataclasses.replace(model.runtime, replay_mode="off", replay_keep_tokens=0)
+        config = dataclasses.replace(model.runtime, replay_mode="off", replay_keep_tokens=0)
+        self._static: dict[str, Any] = {"config": config, "settings": settings}
         self._is_compact = model.runtime.replay_mode == "compact"
         self._guard: Callable[[], Any] = no_device_reads if is_guarded else contextlib.nullcontext
         self.num_encoder_rows = self.num_decoder_rows = 0  # computed so far, padding of live tiles included
@@ -77,6 +85,7 @@ class Pipeline:
             plan.num_rows,
             -(-plan.context_len // self._sizes.scheduler.page_tokens),
             is_prefill=plan.is_prefill,
+            num_logits=plan.num_logits,
             num_tail_rows=plan.num_tail_rows if self._is_compact and plan.is_prefill else None,
         )
 
@@ -91,7 +100,7 @@ class Pipeline:
             packed = self._pack(RankPlan(), shape)
             with self._on_device():
                 result, _, self._carried = steps.run_step(
-                    self._model.params, self._carried, packed, shape=shape, config=self._config
+                    self._model.params, self._carried, packed, shape=shape, **self._static
                 )
                 for count in _TOP_COUNTS:
                     steps.best_tokens(result.logprobs, count=count)
@@ -110,41 +119,44 @@ class Pipeline:
             packed = self._pack(plan.ranks[0], shape)
             if waits_for_masks:
                 logits, computed_rows, self._carried = steps.run_forward(
-                    self._model.params, self._carried, packed, shape=shape, config=self._config
+                    self._model.params, self._carried, packed, shape=shape, config=self._static["config"]
                 )
                 return Launched(plan, shape, packed, computed_rows, logits=logits)
             result, computed_rows, self._carried = steps.run_step(
-                self._model.params, self._carried, packed, shape=shape, config=self._config
+                self._model.params, self._carried, packed, shape=shape, **self._static
             )
             launched = Launched(plan, shape, packed, computed_rows)
             self._keep(launched, result)
         return launched
 
-    def sample(self, launched: Launched, masks: UInt32[np.ndarray, "N W"]) -> None:
+    def sample(self, launched: Launched, masks: UInt32[np.ndarray, "N W"], edits: Edits | None) -> None:
         """Draws the tokens of a step that waits for masks, which must be the last one launched."""
         logits = launched.logits
         if logits is None:
             raise AssertionError("this step does not wait for masks")
         with self._guard(), self._on_device():
             result, last_drawn = steps.run_sampling(
-                logits, self._carried.last_drawn, launched.packed, masks, shape=launched.shape, config=self._config
+                logits, self._carried.last_drawn, launched.packed, masks, edits, shape=launched.shape, **self._static
             )
             self._carried = Carried(state=self._carried.state, last_drawn=last_drawn)
             launched.logits = None
             self._keep(launched, result)
 
-    def read(self, launched: Launched) -> list[Drawn]:
-        """Waits for a step; the tokens that it drew, one for each drawing chunk. NaN where logits were not finite."""
+    def read(self, launched: Launched) -> list[list[Drawn]]:
+        """Waits for a step; what each chunk with logit rows drew there. NaN where logits were not finite."""
         if launched.drawn is None:
             raise AssertionError("a step that waits for masks was read before it was sampled")
         drawn, computed_rows, best = jax.device_get((launched.drawn, launched.computed_rows, launched.best))
         self.num_encoder_rows += int(computed_rows[0])
         self.num_decoder_rows += int(computed_rows[1])
-        logprobs = drawn[1].view(np.float32)
-        chunks = launched.plan.ranks[0].drawing
+        token_ids, (logprobs, masses) = drawn[0].tolist(), drawn[1:].view(np.float32).tolist()
+
+        def row(index: int, num_top: int) -> Drawn:
+            return Drawn(token_ids[index], logprobs[index], _best_of(best, index, num_top), masses[index])
+
         return [
-            Drawn(int(drawn[0, i]), float(logprobs[i]), _best_of(best, i, chunk.sequence.options.params.top_logprobs))
-            for i, chunk in enumerate(chunks)
+            [row(i, chunk.sequence.options.params.top_logprobs) for i in range(first, first + chunk.num_logits)]
+            for chunk, first in launched.plan.ranks[0].logit_chunks
         ]
 
     def read_request(self, slot: int, pages: Sequence[int]) -> State:
@@ -175,7 +187,7 @@ class Pipeline:
 
     def _keep(self, launched: Launched, result: StepResult) -> None:
         """Notes a result and starts its way to the host."""
-        counts = [chunk.sequence.options.params.top_logprobs for chunk in launched.plan.ranks[0].drawing]
+        counts = [chunk.sequence.options.params.top_logprobs for chunk in launched.plan.chunks]
         most = max(counts, default=0)
         if most:
             count = next(size for size in _TOP_COUNTS if size >= most)

@@ -12,10 +12,12 @@ from deepinfer_jax.checkpoint.embedded import embedded_model
 from deepinfer_jax.checkpoint.load import TOKENIZER_NAME, LoadFormat, load_model
 from deepinfer_jax.checkpoint.locate import locate_model
 from deepinfer_jax.config.args import DEFAULT, EngineConfig
+from deepinfer_jax.config.forms import token_ranges
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.places import cache_folder, writable_folder
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.params import Params
+from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 RELEASED_NUMERICS = "q"
@@ -149,4 +151,17 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str) -> Ru
         replay_keep_tokens=config.replay_keep_tokens,
         kernels=config.kernels,
         target=target,
+    )
+
+
+def sample_settings(config: EngineConfig, vocab_size: int) -> SampleSettings:
+    """What the environment says of every draw. Raises ValueError for a blacklist beyond the vocabulary."""
+    blacklist = tuple((ids[0], ids[-1]) for ids in token_ranges(config.token_blacklist))
+    if blacklist and blacklist[-1][1] >= vocab_size:
+        raise ValueError(
+            f"DEEPINFER_DECODE_TOKEN_BLACKLIST names token {blacklist[-1][1]}, and the vocabulary is "
+            f"0..{vocab_size - 1}; correct it"
+        )
+    return SampleSettings(
+        blacklist=blacklist, force_top_k=config.sampler_force_topk, computes_smaller=config.sum_smaller_probs
     )

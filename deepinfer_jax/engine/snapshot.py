@@ -65,14 +65,12 @@ def take(sequence: Sequence, pipeline: Pipeline, *, fingerprint: str, page_token
     )
 
 
-def sequence_of(saved: RequestSnapshot, request_id: str) -> Sequence:
+def sequence_of(saved: RequestSnapshot, request_id: str, limits: Limits) -> Sequence:
     """A sequence that goes on from a snapshot."""
     return Sequence(
         request_id=request_id,
         prompt=saved.prompt,
-        limits=Limits(
-            max_tokens=saved.params.max_tokens, eos_id=saved.params.eos_id, ignore_eos=saved.params.ignore_eos
-        ),
+        limits=limits,
         tail_start=saved.tail_start,
         options=RequestOptions(saved.params, saved.seed),
         output=list(saved.output),

@@ -159,12 +159,12 @@ class EngineStats:
             self._sums.numbers["ended_tokens"] += live.num_tokens
         self._sums.finished[reason] += 1
 
-    def compiled(self, bucket: str, seconds: float) -> None:
-        """A shape was compiled; after `warm_up_done` that is a recompilation."""
+    def compiled(self, bucket: str, seconds: float, *, is_expected: bool = False) -> None:
+        """A shape was compiled; after `warm_up_done` that is a recompilation, unless it is the first of its kind."""
         self._tick()
         self._sums.numbers["compilations"] += 1
         self._sums.compile_s += seconds
-        if self._is_warm:
+        if self._is_warm and not is_expected:
             self._sums.recompiled[bucket] += 1
 
     def warm_up_done(self) -> None:

@@ -1,44 +1,58 @@
 """The step loop: plan, launch, read the step in front, commit; and what happens when one of these breaks.
 
 With asynchronous scheduling a step is launched before the one in front of it is read, so that the device finds its
-next work ready while the host reads, detokenizes and plans.
+next work ready while the host reads, detokenizes and plans. A step with rows that need the tokens of the one in front
+(grammars, penalties) is launched in two calls: its forward runs while the step in front is read and masks are made.
 """
 
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
+from deepinfer_jax.engine.constraints import GRAMMAR_FAILED, MaskedRows, needs_host
 from deepinfer_jax.engine.outputs import Drawn
 from deepinfer_jax.engine.pipeline import Launched, Pipeline
 from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.engine.steps import num_compiled
+from deepinfer_jax.sampling.grammar import GrammarError
 from deepinfer_jax.scheduler import sequence as scheduling
-from deepinfer_jax.scheduler.plan import Plan
+from deepinfer_jax.scheduler.plan import Chunk, Plan
 from deepinfer_jax.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
 
-class StepLoop:
-    """Runs the plans of a scheduler on a pipeline.
+class StepListener(Protocol):
+    """Who is told what a step brought."""
 
-    took_tokens: told about each request that has taken new tokens. planned: sees each plan before its launch.
-    """
+    def planned(self, plan: Plan) -> None:
+        """A plan is about to be launched."""
+
+    def took_tokens(self, sequence: scheduling.Sequence, drawn: Sequence[Drawn]) -> None:
+        """A request has taken these tokens; it may have ended with the last one."""
+
+    def took_scores(self, sequence: scheduling.Sequence, start: int, logprobs: Sequence[float]) -> None:
+        """The log-probabilities of a request's prompt tokens from position `start` on are known."""
+
+
+class StepLoop:
+    """Runs the plans of a scheduler on a pipeline."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         pipeline: Pipeline,
         stats: EngineStats,
+        listener: StepListener,
         *,
+        vocab_size: int,
         is_async: bool,
-        took_tokens: Callable[[scheduling.Sequence, Sequence[Drawn]], None],
-        planned: Callable[[Plan], None] | None = None,
     ) -> None:
-        self._scheduler, self._pipeline, self._stats = scheduler, pipeline, stats
-        self._is_async, self._took_tokens, self._planned = is_async, took_tokens, planned
+        self._scheduler, self._pipeline, self._stats, self._listener = scheduler, pipeline, stats, listener
+        self._vocab_size, self._is_async = vocab_size, is_async
         self._in_flight: deque[Launched] = deque()
         self._busy_at: float | None = None  # when the device was last known to work; None: it had nothing to do
 
@@ -46,9 +60,11 @@ class StepLoop:
         """Launches the next plan, if there is one, and reads what is in front of it."""
         plan = self._scheduler.schedule()
         if plan is not None:
-            if self._planned is not None:
-                self._planned(plan)
-            self._launch(plan)
+            self._listener.planned(plan)
+            is_masked = any(needs_host(chunk) for chunk in plan.chunks)
+            launched = self._launch(plan, waits_for_masks=is_masked)
+            if is_masked and launched is not None:
+                self._finish_masked(launched)
         num_kept = 1 if self._is_async and plan is not None else 0
         while len(self._in_flight) > num_kept:
             self._read()
@@ -60,21 +76,22 @@ class StepLoop:
         while self._in_flight:
             self._read()
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch(self, plan: Plan, *, waits_for_masks: bool) -> Launched | None:
+        """Puts a plan on the device; None if that broke."""
         shape, before, start = self._pipeline.shape_of(plan), num_compiled(), time.perf_counter()
         idle_s = self._idle_s(start)
         try:
-            launched = self._pipeline.launch(plan)
+            launched = self._pipeline.launch(plan, waits_for_masks=waits_for_masks)
         except BaseException as error:
             self.read_all()
             self._fail(plan, error)
             if not isinstance(error, Exception):
                 raise
-            return
+            return None
         self._in_flight.append(launched)
         self._busy_at = time.perf_counter()
         if num_compiled() > before:
-            self._stats.compiled(shape.name, self._busy_at - start)
+            self._stats.compiled(shape.name, self._busy_at - start, is_expected=waits_for_masks)
         self._stats.launched(
             rows=sum(rank.num_rows for rank in plan.ranks),
             padded_rows=self._pipeline.computed_rows(plan, shape),
@@ -83,6 +100,30 @@ class StepLoop:
             idle_s=idle_s,
             copies=plan.num_copies,
         )
+        return launched
+
+    def _finish_masked(self, launched: Launched) -> None:
+        """Reads the steps in front while the forward of this one runs, makes its masks and draws its tokens."""
+        while len(self._in_flight) > 1:
+            self._read()
+        if launched not in self._in_flight:
+            return  # a step in front broke
+        try:
+            rows = MaskedRows(launched.plan.ranks[0], num_logits=launched.shape.num_logits, vocab_size=self._vocab_size)
+            for chunk, row in rows.rows:
+                self._fill(rows, chunk, row)
+            self._pipeline.sample(launched, rows.masks, rows.edits())
+        except Exception as error:  # noqa: BLE001 - ends this step, not the engine
+            self._fail(launched.plan, error)
+
+    def _fill(self, rows: MaskedRows, chunk: Chunk, row: int) -> None:
+        """The mask of one row; a matcher that fails ends its request only."""
+        if chunk.is_stale:
+            return
+        try:
+            rows.fill(chunk, row)
+        except GrammarError as error:
+            self._scheduler.end(chunk.sequence.request_id, GRAMMAR_FAILED, error=error)
 
     def _idle_s(self, now: float) -> float:
         """At most how long the device has waited for the step that is about to be launched."""
@@ -101,24 +142,40 @@ class StepLoop:
         self._busy_at = time.perf_counter()
         self._commit(launched.plan, drawn)
 
-    def _commit(self, plan: Plan, drawn: Sequence[Drawn]) -> None:
+    def _commit(self, plan: Plan, drawn: Sequence[Sequence[Drawn]]) -> None:
         found: dict[str, Drawn] = {}
-        for chunk, one in zip(plan.ranks[0].drawing, drawn, strict=True):
-            request_id = chunk.sequence.request_id
+        for (chunk, _), rows in zip(plan.ranks[0].logit_chunks, drawn, strict=True):
             if chunk.is_stale:
                 continue
-            if math.isnan(one.logprob):
-                error = RuntimeError(
-                    f"the logits of request {request_id} at position {chunk.draw_position} are not finite; "
-                    "the weights or the device are at fault"
-                )
-                self._scheduler.end(request_id, "abort", error=error)
-                continue
-            found[request_id] = one
+            if chunk.scores:
+                known = rows[: len(rows) - chunk.draws]
+                self._listener.took_scores(chunk.sequence, chunk.start + 1, [one.logprob for one in known])
+            if chunk.draws and self._accept(chunk, rows[-1]):
+                found[chunk.sequence.request_id] = rows[-1]
         tokens = {request_id: [one.token_id] for request_id, one in found.items()}
         for sequence, taken in self._scheduler.commit(plan, tokens):
             self._stats.emitted(sequence.request_id, len(taken))
-            self._took_tokens(sequence, [found[sequence.request_id]])
+            self._listener.took_tokens(sequence, [found[sequence.request_id]])
+
+    def _accept(self, chunk: Chunk, one: Drawn) -> bool:
+        """Whether a drawn token is one; else its request ends here."""
+        request_id, constraint = chunk.sequence.request_id, chunk.sequence.options.constraint
+        if math.isnan(one.logprob):
+            reason = "abort" if constraint is None else GRAMMAR_FAILED
+            what = "are not finite" if constraint is None else "are not finite, or its constraints allow no token"
+            advice = "the weights or the device are at fault" + ("" if constraint is None else ", or the constraints")
+            error = RuntimeError(
+                f"the logits of request {request_id} at position {chunk.draw_position} {what}; {advice}"
+            )
+            self._scheduler.end(request_id, reason, error=error)
+            return False
+        if constraint is not None:
+            try:
+                constraint.advance(one.token_id)
+            except GrammarError as error:
+                self._scheduler.end(request_id, GRAMMAR_FAILED, error=error)
+                return False
+        return True
 
     def _fail(self, plan: Plan, error: BaseException) -> None:
         """Ends the requests of the oldest unread plan; the others are computed again on an empty state."""

@@ -19,11 +19,12 @@ from deepinfer_jax.ops.invariant import map_rows
 from deepinfer_jax.ops.paged import num_leading
 from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling import logits as sampling
+from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.scheduler import batching
 
 # A step rounds where the specification says, nowhere else and nowhere less.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
-_step = functools.partial(jax.jit, static_argnames=("shape", "config"), compiler_options=COMPILER_OPTIONS)
+_step = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 @pytree_dataclass
@@ -38,13 +39,20 @@ class Carried:
 class StepResult:
     """What a step leaves for the host, beside what it hands on."""
 
-    drawn: Int32[Array, "two N"]  # the token of each logit row, and the bits of its float32 log-probability
+    # of each logit row: the token, the bits of its float32 log-probability, and those of the mass of less likely ones
+    drawn: Int32[Array, "three N"]
     logprobs: Float32[Array, "N V"]  # of every token; stays on the device unless somebody asks for the best
 
 
-@functools.partial(_step, donate_argnames=("carried",))
+@functools.partial(_step, static_argnames=("shape", "config", "settings"), donate_argnames=("carried",))
 def run_step(
-    params: Params, carried: Carried, packed: Int32[Array, " L"], *, shape: StepShape, config: RuntimeConfig
+    params: Params,
+    carried: Carried,
+    packed: Int32[Array, " L"],
+    *,
+    shape: StepShape,
+    config: RuntimeConfig,
+    settings: SampleSettings,
 ) -> tuple[StepResult, Int32[Array, " two"], Carried]:
     """Forward and sampling for one packed batch (layout: `scheduler/batching.py`).
 
@@ -52,11 +60,13 @@ def run_step(
     """
     fields = _fields(packed, shape)
     output, state = _forward(params, carried, fields, shape=shape, config=config)
-    result, last_drawn = _sample(output.logits, carried.last_drawn, fields, None, config=config)
+    result, last_drawn = _sample(
+        output.logits, carried.last_drawn, fields, None, None, config=config, settings=settings
+    )
     return result, output.computed_rows, Carried(state=state, last_drawn=last_drawn)
 
 
-@functools.partial(_step, donate_argnames=("carried",))
+@functools.partial(_step, static_argnames=("shape", "config"), donate_argnames=("carried",))
 def run_forward(
     params: Params, carried: Carried, packed: Int32[Array, " L"], *, shape: StepShape, config: RuntimeConfig
 ) -> tuple[Float32[Array, "N V"], Int32[Array, " two"], Carried]:
@@ -65,18 +75,21 @@ def run_forward(
     return output.logits, output.computed_rows, Carried(state=state, last_drawn=carried.last_drawn)
 
 
-@functools.partial(_step, donate_argnames=("last_drawn",))
+@functools.partial(_step, static_argnames=("shape", "config", "settings"), donate_argnames=("last_drawn",))
 def run_sampling(
     logits: Float32[Array, "N V"],
     last_drawn: Int32[Array, " S"],
     packed: Int32[Array, " L"],
     masks: UInt32[Array, "N W"],
+    edits: sampling.Edits | None,
     *,
     shape: StepShape,
     config: RuntimeConfig,
+    settings: SampleSettings,
 ) -> tuple[StepResult, Int32[Array, " S"]]:
     """The second half. masks: one bit for each token of each logit row, lowest first, 1 where it is allowed."""
-    return _sample(logits, last_drawn, _fields(packed, shape), masks, config=config)
+    fields = _fields(packed, shape)
+    return _sample(logits, last_drawn, fields, masks, edits, config=config, settings=settings)
 
 
 @functools.partial(jax.jit, donate_argnames=("carried",))
@@ -148,30 +161,32 @@ def _sample(
     last_drawn: Int32[Array, " S"],
     fields: dict[str, Array],
     masks: UInt32[Array, "N W"] | None,
+    edits: sampling.Edits | None,
     *,
     config: RuntimeConfig,
+    settings: SampleSettings,
 ) -> tuple[StepResult, Int32[Array, " S"]]:
     def on_tile(
-        logits: Array, rows: sampling.SampleRows, masks: Array | None
-    ) -> tuple[Int32[Array, " B"], Int32[Array, " B"], Float32[Array, "B V"]]:
-        if masks is not None:
-            logits = jnp.where(sampling.unpack_masks(masks, logits.shape[1]), logits, -jnp.inf)
-        sampled = sampling.sample(logits, rows)
-        return sampled.token_ids, lax.bitcast_convert_type(sampled.token_logprobs, jnp.int32), sampled.logprobs
+        logits: Array, rows: sampling.SampleRows, masks: Array | None, edits: sampling.Edits | None
+    ) -> tuple[Int32[Array, "B three"], Float32[Array, "B V"]]:
+        allowed = None if masks is None else sampling.unpack_masks(masks, logits.shape[1])
+        sampled = sampling.sample(logits, rows, edits=edits, allowed=allowed, settings=settings)
+        bits = [lax.bitcast_convert_type(a, jnp.int32) for a in (sampled.token_logprobs, sampled.smaller_mass)]
+        return jnp.stack([sampled.token_ids, *bits], axis=1), sampled.logprobs
 
     logit_rows = fields["logit_rows"]
-    token_ids, bits, logprobs = map_rows(
+    drawn, logprobs = map_rows(
         on_tile,
         logits,
         _sample_rows(fields),
         masks,
+        edits,
         tile=config.product_tile,
         num_live=num_leading(logit_rows >= 0),
         has_fixed_trips=config.has_fixed_trips,
     )
-    slots = jnp.where(logit_rows >= 0, fields["slots"][jnp.maximum(logit_rows, 0)], -1)
-    last_drawn = last_drawn.at[_outside(slots)].set(token_ids, mode="drop")
-    return StepResult(drawn=jnp.stack([token_ids, bits]), logprobs=logprobs), last_drawn
+    last_drawn = last_drawn.at[_outside(fields["draw_slots"])].set(drawn[:, 0], mode="drop")
+    return StepResult(drawn=drawn.T, logprobs=logprobs), last_drawn
 
 
 def _outside(index: Int32[Array, " N"]) -> Int32[Array, " N"]:
@@ -193,4 +208,5 @@ def _sample_rows(fields: dict[str, Int32[Array, " N"]]) -> sampling.SampleRows:
         is_greedy=fields["is_greedy"] != 0,
         suppressed_ids=fields["suppressed_ids"],
         forced_ids=fields["forced_ids"],
+        min_p_distance=floats("min_p_distance"),
     )

@@ -15,23 +15,26 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from deepinfer_jax.sampling.constraints import DrawState
 from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams, forced_token, seed_words, suppressed_token
 from deepinfer_jax.scheduler.plan import Chunk, RankPlan
 from deepinfer_jax.scheduler.sequence import Copy
 
 ROW_FIELDS = ("tokens", "positions", "slots", "tail_starts", "window_starts")
 # What a request's options fix for all its steps, and all that is told for each logit row.
-OPTION_FIELDS = ("seed_lo", "seed_hi", "inverse_temperature", "top_p", "top_k", "is_greedy")
-LOGIT_FIELDS = ("logit_rows", "draw_positions", "suppressed_ids", "forced_ids", *OPTION_FIELDS)
-FLOAT_FIELDS = frozenset({"inverse_temperature", "top_p"})
+OPTION_FIELDS = ("seed_lo", "seed_hi", "inverse_temperature", "top_p", "min_p_distance", "top_k", "is_greedy")
+LOGIT_FIELDS = ("logit_rows", "draw_slots", "draw_positions", "suppressed_ids", "forced_ids", *OPTION_FIELDS)
+FLOAT_FIELDS = frozenset({"inverse_temperature", "top_p", "min_p_distance"})
 COPY_FIELDS = ("source_slot", "target_slot", "source_page", "target_page")
 LAST_DRAWN = -1  # as a token: the last one drawn for the slot
 _PADDING: dict[str, float] = {
     "slots": -1,
     "tail_rows": -1,
     "logit_rows": -1,
+    "draw_slots": -1,
     "inverse_temperature": 1.0,
     "top_p": 1.0,
+    "min_p_distance": np.inf,
     "top_k": -1,
     "is_greedy": 1,
     "suppressed_ids": NO_TOKEN,
@@ -48,13 +51,14 @@ class RequestOptions:
     user_id: str = ""
     extra: Any = None  # the caller's own
     arrival_time: float | None = None  # of the engine's clock
+    constraint: DrawState | None = None  # what its tokens so far say about the next one; moves on with them
 
     @functools.cached_property
     def packed(self) -> Int32[np.ndarray, " O"]:
         """The numbers of `OPTION_FIELDS`."""
         params = self.params
         words = np.array(seed_words(self.seed), np.uint32).view(np.int32)
-        floats = np.array([params.inverse_temperature, params.top_p], np.float32).view(np.int32)
+        floats = np.array([params.inverse_temperature, params.top_p, params.min_p_distance], np.float32).view(np.int32)
         return np.array([*words, *floats, params.top_k, params.is_greedy], np.int32)
 
 
@@ -102,13 +106,11 @@ def pack_step(
         views["tail_starts"][row:end] = sequence.tail_start
         views["window_starts"][row:end] = sequence.window_start
         row = end
-        if chunk.draws:
-            params, first = sequence.options.params, len(ROW_FIELDS) * num_rows + logit_row
+        for back in range(chunk.num_logits - 1, -1, -1):
+            first = len(ROW_FIELDS) * num_rows + logit_row
             packed[first : first + len(LOGIT_FIELDS) * num_logits : num_logits] = (
-                row - 1,
-                chunk.draw_position,
-                suppressed_token(params, chunk.output_index),
-                forced_token(params, chunk.output_index),
+                row - 1 - back,
+                *(_scoring(chunk, chunk.end - back) if back or not chunk.draws else _drawing(chunk)),
                 *sequence.options.packed,
             )
             logit_row += 1
@@ -138,3 +140,14 @@ def _tokens_of(chunk: Chunk) -> Any:
     if chunk.draw_source < 0:
         return chunk.sequence.tokens_from(chunk.start, chunk.length)
     return [LAST_DRAWN, *chunk.sequence.tokens_from(chunk.start + 1, chunk.length - 1)]
+
+
+def _drawing(chunk: Chunk) -> tuple[int, int, int, int]:
+    """Slot, position, suppressed and forced token of a chunk's next token."""
+    params, index = chunk.sequence.options.params, chunk.output_index
+    return chunk.sequence.slot, chunk.draw_position, suppressed_token(params, index), forced_token(params, index)
+
+
+def _scoring(chunk: Chunk, position: int) -> tuple[int, int, int, int]:
+    """The same for a known prompt token, which is forced so that its log-probability comes out."""
+    return -1, position, NO_TOKEN, chunk.sequence.prompt[position]

@@ -25,6 +25,7 @@ class Chunk:
     draw_position: int  # of the first token drawn: behind a prompt's last row, or behind a decode chunk's first row
     draw_source: int = -1  # place among `drawing` of the step in front whose token is this first row; -1: host has it
     epoch: int  # of the sequence; results are dropped once it has moved on
+    scores: bool = False  # every row has a logit row: those in front of a known prompt token tell its probability
 
     @property
     def end(self) -> int:
@@ -35,6 +36,11 @@ class Chunk:
     def is_stale(self) -> bool:
         """Whether the request ended or was preempted after this was planned."""
         return self.epoch != self.sequence.epoch
+
+    @property
+    def num_logits(self) -> int:
+        """Its logit rows; the one that draws is the last."""
+        return self.length if self.scores else int(self.draws)
 
     @property
     def output_index(self) -> int:
@@ -58,6 +64,21 @@ class RankPlan:
     def drawing(self) -> tuple[Chunk, ...]:
         """The chunks with a token to draw, in the order of the logit rows."""
         return tuple(chunk for chunk in self.chunks if chunk.draws)
+
+    @property
+    def logit_chunks(self) -> tuple[tuple[Chunk, int], ...]:
+        """The chunks with logit rows, and the first of each."""
+        found, first = [], 0
+        for chunk in self.chunks:
+            if chunk.num_logits:
+                found.append((chunk, first))
+                first += chunk.num_logits
+        return tuple(found)
+
+    @property
+    def num_logits(self) -> int:
+        """Logit rows without padding."""
+        return sum(chunk.num_logits for chunk in self.chunks)
 
     @property
     def num_rows(self) -> int:
@@ -106,9 +127,9 @@ class Plan:
         return max(rank.num_rows for rank in self.ranks)
 
     @property
-    def num_drawing(self) -> int:
-        """Logit rows of the largest rank when each drawing chunk has one."""
-        return max(len(rank.drawing) for rank in self.ranks)
+    def num_logits(self) -> int:
+        """Logit rows of the largest rank."""
+        return max(rank.num_logits for rank in self.ranks)
 
     @property
     def num_tail_rows(self) -> int:

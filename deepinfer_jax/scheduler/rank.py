@@ -71,7 +71,7 @@ class Rank:
 
     def find_prefix(self, sequence: Sequence) -> Hit | None:
         """What the first one waiting can take over when it is admitted now."""
-        if self._config.prefix_mode == "off" or not self.takes_more:
+        if self._config.prefix_mode == "off" or sequence.scores_prompt or not self.takes_more:
             return None
         return self.prefix.look_up(sequence, last_read=self.states.last_read)
 

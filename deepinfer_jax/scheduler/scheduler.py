@@ -336,6 +336,7 @@ class Scheduler:
             draw_position=draw_position,
             draw_source=sequence.draw_index if sequence.draws_in_flight else -1,
             epoch=sequence.epoch,
+            scores=sequence.scores_prompt and not sequence.output,
         )
         sequence.launch_rows(length, step=self._num_steps, draw_index=draw_index)
         return chunk

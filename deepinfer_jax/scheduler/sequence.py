@@ -33,6 +33,7 @@ class Limits:
     max_tokens: int  # output tokens
     eos_id: int
     ignore_eos: bool = False
+    stop_ids: frozenset[int] = frozenset()  # more tokens that end it, whatever ignore_eos says
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -43,6 +44,7 @@ class Sequence:
     prompt: abc.Sequence[int]
     limits: Limits
     tail_start: int = 0  # bounded replay: fixed by the original prompt, the same after preemption and in a fork
+    scores_prompt: bool = False  # every prompt row has a logit row, so no known prefix is taken over
     options: Any = None  # sampling parameters, seed: carried, never looked at
     checkpoints: frozenset[int] = frozenset()  # where its prompt is cut, and kept for others with the same beginning
 
@@ -96,11 +98,14 @@ class Sequence:
 
     def stop_reason(self, max_model_len: int) -> str:
         """Why the request ends with its last token, "" if it does not."""
-        if self.output and self.output[-1] == self.limits.eos_id and not self.limits.ignore_eos:
+        if self.output and self._ends_with(self.output[-1]):
             return "stop"
         if len(self.output) >= self.limits.max_tokens or self.num_tokens > max_model_len:
             return "length"
         return ""
+
+    def _ends_with(self, token: int) -> bool:
+        return (token == self.limits.eos_id and not self.limits.ignore_eos) or token in self.limits.stop_ids
 
     def may_draw(self, max_model_len: int) -> bool:
         """Whether another token could follow when each unread step draws only one: else a row would be wasted."""

@@ -1,16 +1,23 @@
-"""The TinyByte model on which the cases run, and an engine over it that compiles few steps."""
+"""The TinyByte model on which the cases run, and engines over it that compile few steps."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deepinfer_jax.checkpoint.embedded import write_tiny_byte_model
+from deepinfer_jax.config.args import EngineArgs, resolve
+from deepinfer_jax.engine.engine import EngineHooks, LLMEngine
 from deepinfer_jax.engine.llm import LLM
 
 CASE_SEEDS = (1, 2)  # weight seeds: every case runs on two models
-# Engines of these sizes share their compiled steps, one of 8 rows and one of 64, within a process.
+# Engines of these sizes share their one compiled step, of up to 64 rows, within a process.
 MAX_MODEL_LEN = 512  # tokens
 MAX_NUM_SEQS = 4
+# Engines of these sizes share another one. They run out of pages, and so preempt, with three long requests.
+SCARCE: dict[str, Any] = {"max_num_seqs": 8, "num_kv_tokens": 900}
+# Engines of these sizes share a third one: room for many requests at once.
+CROWDED: dict[str, Any] = {"max_num_seqs": 33}
 
 
 def tiny_byte_model(directory: str | Path, seed: int) -> Path:
@@ -21,5 +28,20 @@ def tiny_byte_model(directory: str | Path, seed: int) -> Path:
 
 def tiny_llm(model: str | os.PathLike[str], **options: Any) -> LLM:
     """An engine of the shared sizes for a TinyByte model; it returns token objects unless told otherwise."""
-    sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "decode_sequence": False}
-    return LLM(model, **(sizes | options))
+    return LLM(model, **(_sizes() | {"decode_sequence": False} | options))
+
+
+def tiny_engine(
+    model: str | os.PathLike[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    hooks: EngineHooks | None = None,
+    **options: Any,
+) -> LLMEngine:
+    """The same as `LLMEngine`, under these variables and no others; requests that give way are computed again."""
+    args = EngineArgs(model, **(_sizes() | {"stop_preempted_request": False} | options))
+    return LLMEngine(resolve(args, environ or {}), hooks=hooks)
+
+
+def _sizes() -> dict[str, Any]:
+    return {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS}

@@ -2,6 +2,7 @@
 
 The recipe renders and encodes; added here are the integer effort and errors that say what to do.
 Plain text inside messages is encoded without the added vocabulary, so it cannot forge a turn.
+The way back, from what the model wrote to a message, is `text/chat_output.py`.
 """
 
 import dataclasses
@@ -24,10 +25,30 @@ _REQUIRED = ("Bos", "Eos", "System", "User", "Assistant", "ThinkingStart", "Thin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """A prompt, and the request that it came from, which says how the answer to it is to be read."""
+
+    token_ids: tuple[int, ...]
+    request: "deepseek_recipe.ConversationRequest" = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def num_images(self) -> int:
+        """Images that the messages name; each has one placeholder among the ids."""
+        return sum(len(message.image_sources) for message in self.request.conversation.messages)
+
+    @property
+    def opens_reasoning(self) -> bool:
+        """Whether the answer begins with reasoning."""
+        stage = self.request.parsing_options.thinking_initial_stage
+        return stage is not None and stage.starts_in_reasoning()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatEncoder:
     """The V4.1 prompt encoding of one tokenizer; build it once, it reads the tokenizer file."""
 
     tokenizer: Tokenizer
+    think_end_id: int  # of the token that ends the reasoning
     options: "deepseek_recipe.ConversionOptions" = dataclasses.field(repr=False, compare=False)
     encoding: "deepseek_recipe.DeepseekV41Encoding" = dataclasses.field(repr=False, compare=False)
 
@@ -46,6 +67,27 @@ class ChatEncoder:
         `effort` is a name of the recipe (low, high, xhigh, max; None is high) or an integer
         1..100, and needs `thinking`. Each image is one placeholder id.
         """
+        prompt = self.prepare(
+            messages,
+            thinking=thinking,
+            effort=effort,
+            tools=tools,
+            tool_choice=tool_choice,
+            response_format=response_format,
+        )
+        return list(prompt.token_ids)
+
+    def prepare(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        thinking: bool = True,
+        effort: str | int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """The same as `encode`, with the request that `chat_output` reads the answer by."""
         effort_name, effort_number = _split_effort(effort, thinking)
         body: dict[str, Any] = {
             "messages": [dict(m) for m in messages],
@@ -56,11 +98,13 @@ class ChatEncoder:
             "response_format": response_format,
         }
         request = self.convert({k: v for k, v in body.items() if v is not None})
-        return self.encode_conversation(request.conversation, effort_number=effort_number)
+        ids = self.encode_conversation(request.conversation, effort_number=effort_number)
+        refuse_double_bos(self.tokenizer, ids)
+        return ChatPrompt(token_ids=tuple(ids), request=request)
 
     def convert(self, body: Mapping[str, Any]) -> "deepseek_recipe.ConversationRequest":
         """The recipe's request for a Chat Completions body, whatever model name the body has."""
-        recipe = _recipe()
+        recipe = load_recipe()
         try:
             request = recipe.ChatCompletionRequest({**body, "model": RECIPE_MODEL})
             return request.convert(self.options)
@@ -87,7 +131,7 @@ def load_chat_encoder(tokenizer: Tokenizer) -> ChatEncoder:
     Raises ImportError without `deepseek_recipe`, ValueError when the tokenizer lacks a token that
     every V4.1 prompt needs.
     """
-    recipe = _recipe()
+    recipe = load_recipe()
     spellings = {name: getattr(recipe.SpecialToken, name).default_str() for name in _REQUIRED}
     added = {str(t) for t in tokenizer.backend.get_added_tokens_decoder().values()}
     missing = [text for text in spellings.values() if text not in added]
@@ -100,11 +144,22 @@ def load_chat_encoder(tokenizer: Tokenizer) -> ChatEncoder:
     image = None if tokenizer.image_id is None else tokenizer.token_text(tokenizer.image_id)
     special = recipe.SpecialTokens(image=image)
     encoding = recipe.DeepseekV41Encoding().with_special_tokens(special)
+    (think_end_id,) = tokenizer.encode_bare(spellings["ThinkingEnd"])
     return ChatEncoder(
         tokenizer=tokenizer,
+        think_end_id=think_end_id,
         options=recipe.ConversionOptions().with_special_tokens(special),
         encoding=encoding.with_tokenizer(recipe.Tokenizer.from_file(str(tokenizer.path))),
     )
+
+
+def refuse_double_bos(tokenizer: Tokenizer, token_ids: Sequence[int]) -> None:
+    """Raises ValueError for a prompt that begins with BOS twice, as a rendered prompt does that got another one."""
+    if list(token_ids[:2]) == [tokenizer.bos_id, tokenizer.bos_id]:
+        raise ValueError(
+            f"the prompt begins with BOS (id {tokenizer.bos_id}) twice; leave one out: chat prompts bring their own, "
+            "and text that starts with its spelling gets no second one"
+        )
 
 
 def splice_effort(tokenizer: Tokenizer, ids: Sequence[int], effort_number: int) -> list[int]:
@@ -143,7 +198,8 @@ def _check_number(effort: int) -> None:
         )
 
 
-def _recipe() -> ModuleType:
+def load_recipe() -> ModuleType:
+    """The package `deepseek_recipe`. Raises ImportError that says what to install."""
     try:
         import deepseek_recipe
     except ImportError as error:

@@ -1,0 +1,106 @@
+"""What requests have answered: tokens become outputs with texts, stop strings end them, each ends exactly once."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from deepinfer_jax.engine.outputs import Drawn, Emitter, RequestOutput
+from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.scheduler import sequence as scheduling
+from deepinfer_jax.scheduler.plan import Plan
+from deepinfer_jax.scheduler.scheduler import Scheduler
+from deepinfer_jax.text.tokenizer import Tokenizer
+
+
+@runtime_checkable
+class EngineHooks(Protocol):
+    """What a service or a study may watch; every method is called in the thread of `step()`."""
+
+    def post_schedule(self, plan: Plan) -> None:
+        """A plan was made and is about to be launched."""
+
+    def process_output(self, outputs: Sequence[RequestOutput]) -> None:
+        """Outputs are about to be returned."""
+
+    def finalize_seq(self, sequence: scheduling.Sequence) -> None:
+        """A request has ended; what it held is free."""
+
+
+class Answers:
+    """The outputs of all unfinished requests, and those that nobody has fetched yet."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        stats: EngineStats,
+        tokenizer: Tokenizer | None,
+        hooks: EngineHooks | None,
+        *,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._scheduler, self._stats, self._tokenizer, self._hooks = scheduler, stats, tokenizer, hooks
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._emitters: dict[str, Emitter] = {}
+        self._outputs: list[RequestOutput] = []
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether there is something to fetch."""
+        return bool(self._outputs)
+
+    def follow(self, sequence: scheduling.Sequence) -> None:
+        """Prepares for the outputs of a new request. Raises ValueError for an id that is in use."""
+        options = sequence.options
+        self._stats.added(sequence.request_id, len(sequence.prompt), at=options.arrival_time)
+        self._emitters[sequence.request_id] = Emitter(
+            sequence.request_id,
+            len(sequence.prompt),
+            options.params,
+            tokenizer=self._tokenizer,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            inherited=sequence.output,
+            scores_prompt=sequence.scores_prompt,
+        )
+
+    def planned(self, plan: Plan) -> None:
+        """A plan is about to be launched."""
+        if self._hooks is not None:
+            self._hooks.post_schedule(plan)
+
+    def took_tokens(self, sequence: scheduling.Sequence, drawn: Sequence[Drawn]) -> None:
+        """Outputs for tokens that a request has just taken; a stop string among them ends it."""
+        emitter = self._emitters[sequence.request_id]
+        for index, one in enumerate(drawn, start=1):
+            reason = sequence.finish_reason if index == len(drawn) else ""
+            output = emitter.emit(one, finish_reason=reason)
+            self._outputs.append(output)
+            if output.finished and output.finish_reason != reason:
+                if sequence.finish_reason:
+                    sequence.finish_reason = output.finish_reason
+                else:
+                    self._scheduler.end(sequence.request_id, output.finish_reason)
+                break
+
+    def took_scores(self, sequence: scheduling.Sequence, start: int, logprobs: Sequence[float]) -> None:
+        """Log-probabilities of prompt tokens, which the first output will carry."""
+        self._emitters[sequence.request_id].score(start, logprobs)
+
+    def take_ended(self) -> None:
+        """Closes requests that have ended; those whose last token did not say so get an output that does."""
+        for sequence in self._scheduler.take_ended():
+            self.close(sequence)
+
+    def close(self, sequence: scheduling.Sequence) -> None:
+        """Closes a request that has its finish reason."""
+        emitter = self._emitters.pop(sequence.request_id)
+        self._stats.ended(sequence.request_id, sequence.finish_reason)
+        if not emitter.is_finished:
+            self._outputs.append(emitter.end(sequence.finish_reason))
+        if self._hooks is not None:
+            self._hooks.finalize_seq(sequence)
+
+    def give_out(self) -> list[RequestOutput]:
+        """What was not fetched yet, in order."""
+        outputs, self._outputs = self._outputs, []
+        if outputs and self._hooks is not None:
+            self._hooks.process_output(outputs)
+        return outputs
