@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.sampling import draw, logits
-from deepinfer_jax.sampling.logits import SampleRows
-from deepinfer_jax.sampling.params import SamplingParams, seed_words
+from deepinfer_jax.sampling import draw, filters, logits
+from deepinfer_jax.sampling.params import SamplingParams
+from tests.sampling.build import mixed_requests, random_logits, rows_of, take
 
 FLOOR = np.float32(-9999.0)
 LOG = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
@@ -16,52 +16,10 @@ process = jax.jit(logits.process)
 sample = jax.jit(logits.sample)
 
 
-def rows_of(requests: list[SamplingParams], positions=None, suppressed=-1, forced=-1) -> SampleRows:
-    count = len(requests)
-    words = np.array([seed_words(p.seq_seed or 0) for p in requests], np.uint32).reshape(-1, 2)
-    return SampleRows(
-        seed_lo=jnp.asarray(words[:, 0]),
-        seed_hi=jnp.asarray(words[:, 1]),
-        positions=jnp.asarray(np.arange(count) if positions is None else positions, jnp.int32),
-        inverse_temperature=jnp.asarray(np.array([p.inverse_temperature for p in requests], np.float32)),
-        top_p=jnp.asarray(np.array([p.top_p for p in requests], np.float32)),
-        top_k=jnp.asarray(np.array([p.top_k for p in requests], np.int32)),
-        is_greedy=jnp.asarray(np.array([p.is_greedy for p in requests], bool)),
-        suppressed_ids=jnp.broadcast_to(jnp.asarray(suppressed, jnp.int32), (count,)),
-        forced_ids=jnp.broadcast_to(jnp.asarray(forced, jnp.int32), (count,)),
-    )
-
-
-def take(rows: SampleRows, index) -> SampleRows:
-    return jax.tree.map(lambda x: x[index], rows)
-
-
 def logprobs_of(row, **options) -> np.ndarray:
     """The processed row of one request, jitted."""
     array = jnp.asarray([row], jnp.float32)
     return np.asarray(process(array, rows_of([SamplingParams(**options)])).logprobs[0])
-
-
-def random_logits(count: int, vocab_size: int, seed: int, scale: float = 3.0) -> np.ndarray:
-    """Logits on a grid of 1/8, so that ties are frequent, with some of them forbidden."""
-    rng = np.random.default_rng(seed)
-    values = np.round(rng.normal(size=(count, vocab_size)) * scale * 8) / 8
-    values[rng.random(values.shape) < 0.1] = -np.inf
-    values[:, 0] = rng.normal(size=count)
-    return values.astype(np.float32)
-
-
-def mixed_requests(count: int) -> list[SamplingParams]:
-    rng = np.random.default_rng(count)
-    return [
-        SamplingParams(
-            temperature=float(rng.choice([0.0, 0.3, 0.7, 1.0, 1.9])),
-            top_p=float(rng.choice([1.0, 0.95, 0.5, 0.02])),
-            top_k=int(rng.choice([-1, 1, 5, 40, 10**6])),
-            seq_seed=int(rng.integers(0, 2**63)),
-        )
-        for _ in range(count)
-    ]
 
 
 # The host mirror: the same integers through 64-bit numpy arithmetic and a stable sort.
@@ -156,7 +114,7 @@ def test_weights_are_within_their_error_bound():
     rng = np.random.default_rng(0)
     distances = np.concatenate([[0, 1, 2**30, 2**30 - 1], rng.integers(0, 2**30, 20_000)])
     distances = np.concatenate([distances, rng.integers(0, 2**25, 20_000)]).astype(np.int32)[None]
-    limbs = logits._weight_limbs(jnp.asarray(distances), jnp.ones(distances.shape, bool))
+    limbs = filters.weight_limbs(jnp.asarray(distances), jnp.ones(distances.shape, bool))
     low, mid, high = (np.asarray(limb).astype(np.uint64) for limb in limbs)
     weights = low | (mid << np.uint64(14)) | (high << np.uint64(28))
     np.testing.assert_array_equal(weights, oracle_weights(distances))

@@ -155,7 +155,7 @@ def test_ranks_share_a_plan_and_the_largest_gives_the_sizes():
     plan = loop.step()
     assert plan is not None
     assert [part.num_rows for part in plan.ranks] == [7, 2]
-    assert (plan.num_rows, plan.num_drawing, plan.context_len) == (7, 2, 6)
+    assert (plan.num_rows, plan.num_logits, plan.context_len) == (7, 2, 6)
     loop.add(3, 1, rank=1)
     assert [len(part.chunks) for part in (loop.step() or plan).ranks] == [2, 1]
     loop.drain()
