@@ -108,16 +108,16 @@ def _run(
 
 def _completion(encoder: ChatEncoder, prompt: ChatPrompt, outputs: list[RequestOutput]) -> ChatCompletion:
     """Parses the texts of the outputs, which a stop string has cut where it should, up to the EOS token."""
-    parser, tokenizer = OutputParser(encoder, prompt.request), encoder.tokenizer
-    has_ended = False
-    for output in outputs:
-        has_ended = output.token_id == tokenizer.eos_id
-        parser.push_text(output.text.removesuffix(tokenizer.decode([output.token_id])) if has_ended else output.text)
-        if has_ended:
-            break
-    message = parser.finish(has_ended=has_ended)[1]
+    eos_id = encoder.tokenizer.eos_id
+    end = next((place for place, output in enumerate(outputs) if output.token_id == eos_id), None)
+    texts = [output.text for output in (outputs if end is None else outputs[: end + 1])]
+    if end is not None:
+        texts[end] = texts[end].removesuffix(encoder.tokenizer.decode([eos_id]))
+    parser = OutputParser(encoder, prompt.request)
+    parser.push_text("".join(texts))
+    message = parser.finish(has_ended=end is not None)[1]
     finish_reason = outputs[-1].finish_reason
-    if finish_reason == "stop" and has_ended and message.tool_calls:
+    if finish_reason == "stop" and message.is_complete and message.tool_calls:
         finish_reason = "tool_calls"
     return ChatCompletion(
         message=message, outputs=outputs, finish_reason=finish_reason, prompt_len=len(prompt.token_ids)

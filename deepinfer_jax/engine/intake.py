@@ -159,6 +159,12 @@ def _prompt_ids(prompt: str | TokenIds, index: int, tokenizer: Tokenizer | None,
                 f"prompt {index} has token id {token_id} at place {place}, "
                 f"outside the vocabulary 0..{model.vocab_size - 1}; correct the ids"
             )
+    if list(ids[:2]) == [model.bos_token_id] * 2:
+        warnings.warn(
+            f"prompt {index} begins with two BOS tokens ({model.bos_token_id}); texts get one from the tokenizer, so "
+            "leave it out of ids that already have it",
+            stacklevel=2,
+        )
     return tuple(int(token_id) for token_id in ids)
 
 

@@ -4,16 +4,19 @@ import contextlib
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections import abc
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from deepinfer_jax.config.args import EngineArgs
 from deepinfer_jax.engine import intake
+from deepinfer_jax.engine.chat import ChatCompletion, Conversations, chat
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.outputs import RequestOutput, fold_end
 from deepinfer_jax.sampling.grammar import GrammarTicket, GrammarTimeout
+from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.scheduler.sequence import Sequence
 from deepinfer_jax.text.tokenizer import Tokenizer
 
@@ -136,18 +139,30 @@ class LLM:
         sampling_params: intake.ParamsArgument = None,
         prompt_token_ids: intake.TokenLists = None,
         multi_modal_data: Any = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput]]:
         """The outputs of `generate` as they come: (place of the prompt, output).
 
         The arguments are checked now, the requests run while the iterator is read, and closing it aborts them. With
         n > 1 the answers of a prompt are told apart by their `request_id`.
         """
         calls = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data)
-        return self._stream({sequence.request_id: place for place, sequence in calls})
+        stream = self._stream({sequence.request_id: place for place, sequence in calls})
+        next(stream)  # from here on closing it aborts, read or not
+        return cast(Generator[tuple[int, RequestOutput]], stream)
 
-    def _stream(self, places: dict[str, int]) -> Iterator[tuple[int, RequestOutput]]:
+    def chat(
+        self,
+        messages: Conversations,
+        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[ChatCompletion]:
+        """Answers to one conversation or several; options are those of `engine.chat.chat`."""
+        return chat(self, messages, sampling_params, **options)
+
+    def _stream(self, places: dict[str, int]) -> Generator[tuple[int, RequestOutput] | None]:
         num_left = len(places)
         with self._owning(places):
+            yield None
             while num_left:
                 for output in self.engine.step():
                     if output.request_id in places:

@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from deepinfer_jax.engine.constraints import GRAMMAR_FAILED, MaskedRows, needs_host
 from deepinfer_jax.engine.outputs import Drawn
@@ -25,6 +25,7 @@ from deepinfer_jax.scheduler.scheduler import Scheduler
 _log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class StepListener(Protocol):
     """Who is told what a step brought."""
 

@@ -5,7 +5,8 @@ the text of tokens (the recipe's own decoding loses all that it was pushed toget
 the end of a turn at EOS, which the recipe takes for content, and a look at what a malformed tool call left behind.
 
 The recipe is lenient. Text between and behind tool calls is dropped, and so are newlines around reasoning and in
-front of content; a block of calls that is never closed counts as closed; a call inside the reasoning ends it.
+front of content; a block of calls that is never closed counts as closed; a call inside the reasoning ends it. Where
+the answer was cut inside a marker, the half of it stays in the part before it.
 """
 
 import dataclasses
