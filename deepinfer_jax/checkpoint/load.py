@@ -16,7 +16,8 @@ from deepinfer_jax.checkpoint.shards import Shards, check_coverage, open_shards
 from deepinfer_jax.checkpoint.transform import leaf_sources, read_slice, zero_padded
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.released import load_config
-from deepinfer_jax.model.params import LeafSpec, Params, build_params, init_params, leaf_at, schema
+from deepinfer_jax.model.draft_params import param_schema, with_random_draft
+from deepinfer_jax.model.params import LeafSpec, Params, build_params, init_params, leaf_at
 from deepinfer_jax.model.shardings import part_sharding, placed_spec
 from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.parallel.mesh import Rules
@@ -37,18 +38,23 @@ def load_model(
     seed: int = 0,
     revision: str | None = None,
     progress: bool = True,
+    with_draft: bool = False,
 ) -> tuple[Params, ModelConfig]:
     """Parameters and config of a checkpoint directory or a Hugging Face id.
 
     A config file in place of a directory, or load_format="dummy", gives random parameters of that shape, drawn
     from `seed`. revision: of a Hugging Face id; None is the newest one, or the cached one without a network.
+    with_draft: see `load_params`.
     """
     needs_weights = load_format != "dummy"
     location = locate_model(path_or_id, revision=revision, needs_weights=needs_weights)
     config = load_config(location)
     if location.is_file() or not needs_weights:
-        return place_params(init_params(config, seed=seed), config, mesh=mesh, rules=rules), config
-    return load_params(location, config, mesh=mesh, rules=rules, progress=progress), config
+        params = init_params(config, seed=seed)
+        params = with_random_draft(params, config, seed=seed) if with_draft else params
+        return place_params(params, config, mesh=mesh, rules=rules), config
+    params = load_params(location, config, mesh=mesh, rules=rules, progress=progress, with_draft=with_draft)
+    return params, config
 
 
 def load_params(
@@ -59,11 +65,13 @@ def load_params(
     rules: Rules | None = None,
     progress: bool = True,
     weights_file: str | Path | None = None,
+    with_draft: bool = False,
 ) -> Params:
-    """The text backbone of a checkpoint directory, in its stored form, on the devices of `mesh`.
+    """The text network of a checkpoint directory, in its stored form, on the devices of `mesh`.
 
-    Every tensor of the checkpoint is checked against the config before the first one is read; vision and draft
-    tensors are checked and left out. Without a mesh, arrays are on the default device, uncommitted. On a mesh,
+    Every tensor of the checkpoint is checked against the config before the first one is read; vision tensors are
+    checked and left out, and so are draft tensors without `with_draft`; `Params.draft` is None then, and for a model
+    that has no draft stages. Without a mesh, arrays are on the default device, uncommitted. On a mesh,
     Engram tables get zero rows up to a multiple of the devices that share them; no other size is changed.
     weights_file: one safetensors file instead of the files of the directory. Weights without scales (BF16 or F32)
     become a `ScaledArray` with scale None. Raises ValueError, naming tensor and file, for whatever does not fit.
@@ -73,7 +81,8 @@ def load_params(
     shards = open_shards(directory, weights_file=file)
     check_coverage(shards, expected_tensors(config, is_quantized=shards.is_quantized))
     compressed = _token_map(directory, config)
-    specs = {spec.path: placed_spec(spec, mesh, rules) for spec in schema(config)}
+    wanted = param_schema(config, with_draft=with_draft)
+    specs = {spec.path: placed_spec(spec, mesh, rules) for spec in wanted}
     for spec in specs.values():
         _check_shardings(spec, mesh, rules)
     total_bytes = sum(spec.num_bytes for spec in specs.values())
@@ -86,7 +95,7 @@ def load_params(
         disable=None if progress else True,  # None: shown on a terminal only
     )
     with bar:
-        for spec, placed in zip(schema(config), specs.values(), strict=True):
+        for spec, placed in zip(wanted, specs.values(), strict=True):
             if spec.path in DERIVED_LEAVES:
                 leaves[spec.path] = _place(placed, "payload", compressed, mesh, rules)
             else:
@@ -100,7 +109,7 @@ def place_params(params: Params, config: ModelConfig, *, mesh: Mesh | None, rule
     if mesh is None:
         return params
     leaves: dict[str, Any] = {}
-    for spec in schema(config):
+    for spec in param_schema(config, with_draft=params.draft is not None):
         placed = placed_spec(spec, mesh, rules)
         leaf = leaf_at(params, spec.path)
         if not isinstance(leaf, ScaledArray):

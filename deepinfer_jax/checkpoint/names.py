@@ -1,8 +1,8 @@
 """The released tensor names, and the shape and dtype of every tensor that a released checkpoint holds.
 
-This file is the only place that spells a name. The tensors of the text backbone come from the parameter schema;
-the vision tower, the aligner and the draft stages have no schema here and are listed (spec: checkpoint 2, vision 2,
-dspark 2).
+This file is the only place that spells a name. The tensors of the text backbone and of the draft stages come from
+the parameter schemas; the vision tower and the aligner have no schema here and are listed (spec: checkpoint 2,
+vision 2, dspark 2).
 """
 
 import dataclasses
@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model.params import LeafSpec, Storage, schema
+from deepinfer_jax.model.draft_params import param_schema
+from deepinfer_jax.model.params import DRAFT_PREFIX, LeafSpec, Storage
 
 # Leaves of the parameter tree that no checkpoint holds.
 DERIVED_LEAVES = frozenset({"engram.token_map"})
@@ -59,6 +60,15 @@ _LAYER_NAMES: dict[str, str] = {
     "engram.k_weight": "engram.k_weight",
 }
 _WHOLE_NAMES: dict[str, str] = {"embed": "embed.weight", "head": "head.weight", "norm": "norm.weight"}
+# What only one draft stage has; {last}: the last one.
+_DRAFT_NAMES: dict[str, str] = {
+    "main_proj": "mtp.0.main_proj.weight",
+    "main_norm": "mtp.0.main_norm.weight",
+    "norm": "mtp.{last}.norm.weight",
+    "markov.embed": "mtp.{last}.markov_head.embed.weight",
+    "markov.head": "mtp.{last}.markov_head.head.weight",
+    "confidence": "mtp.{last}.confidence_head.proj.weight",
+}
 
 _GROUPS: dict[str, str] = {  # longest matching prefix of a schema path -> group of the inventory
     "embed": "embed and head",
@@ -75,6 +85,7 @@ _GROUPS: dict[str, str] = {  # longest matching prefix of a schema path -> group
     "moe.experts": "routed experts",
     "moe.shared": "shared experts",
     "engram": "Engram",
+    "draft": "mtp",
 }
 _DTYPES: dict[Storage, str] = {
     "fp8": "F8_E4M3",
@@ -121,13 +132,16 @@ def payload_name(spec: LeafSpec, config: ModelConfig, lead: tuple[int, ...] = ()
     """The name of the tensor at these leading indices of a leaf."""
     if spec.path in _WHOLE_NAMES:
         return _WHOLE_NAMES[spec.path]
-    path, layer = spec.path, spec.stack[lead[0]] if spec.stack is not None else -1
+    path, block = spec.path.removeprefix(DRAFT_PREFIX), "mtp" if spec.path.startswith(DRAFT_PREFIX) else "layers"
+    if block == "mtp" and path in _DRAFT_NAMES:
+        return _DRAFT_NAMES[path].format(last=config.num_nextn_predict_layers - 1)
+    layer = spec.stack[lead[0]] if spec.stack is not None else -1
     if path.startswith("engram.embed."):
         path, ordinal = path.rsplit(".", 1)
         layer = config.engram_layer_ids[int(ordinal)]
     template = _BLOCK_NAMES[path] if path in _BLOCK_NAMES else _LAYER_NAMES[path]
     expert = lead[1] if len(lead) > 1 else -1
-    return f"layers.{layer}.{template.format(expert=expert)}"
+    return f"{block}.{layer}.{template.format(expert=expert)}"
 
 
 def scale_name(name: str) -> str:
@@ -197,7 +211,7 @@ def _is_flexible(name: str) -> bool:
 
 
 def _kinds(config: ModelConfig) -> Iterator[_Kind]:
-    for spec in schema(config):
+    for spec in param_schema(config, with_draft=True):
         if spec.path not in DERIVED_LEAVES:
             num_lead = num_lead_axes(spec)
             leads = itertools.product(*map(range, spec.shape[:num_lead]))
@@ -207,47 +221,11 @@ def _kinds(config: ModelConfig) -> Iterator[_Kind]:
                 shape=spec.shape[num_lead:],
                 group=_group(spec.path),
             )
-    for stage in range(config.num_nextn_predict_layers):
-        yield from _draft_block(config, f"mtp.{stage}")
-    yield from _draft_extras(config)
     yield from _vision(config)
 
 
 def _group(path: str) -> str:
     return _GROUPS[max((p for p in _GROUPS if path == p or path.startswith(f"{p}.")), key=len)]
-
-
-def _draft_block(config: ModelConfig, prefix: str) -> Iterator[_Kind]:
-    """A window-only block: the backbone's shapes with the draft's number of experts."""
-    num_experts = config.dspark_n_routed_experts
-    for spec in schema(config):
-        if spec.path not in _BLOCK_NAMES:
-            continue
-        is_expert = "expert" in spec.axes
-        shape = tuple(
-            num_experts if axis == "router" else size for axis, size in zip(spec.axes, spec.shape, strict=True)
-        )
-        template = f"{prefix}.{_BLOCK_NAMES[spec.path]}"
-        yield _Kind(
-            names=tuple(template.format(expert=e) for e in range(num_experts if is_expert else 1)),
-            storage=spec.storage,
-            shape=shape[num_lead_axes(spec) :],
-            group="mtp",
-        )
-
-
-def _draft_extras(config: ModelConfig) -> Iterator[_Kind]:
-    c = config
-    if not c.num_nextn_predict_layers:
-        return
-    d, first, last = c.hidden_size, "mtp.0", f"mtp.{c.num_nextn_predict_layers - 1}"
-    vocab = (c.vocab_size, c.dspark_markov_rank)
-    yield _one(f"{first}.main_proj.weight", (d, len(c.dspark_target_layer_ids) * d), "mtp", "fp8")
-    yield _one(f"{first}.main_norm.weight", (d,), "mtp")
-    yield _one(f"{last}.norm.weight", (d,), "mtp")
-    yield _one(f"{last}.markov_head.embed.weight", vocab, "mtp")
-    yield _one(f"{last}.markov_head.head.weight", vocab, "mtp")
-    yield _one(f"{last}.confidence_head.proj.weight", (1, d + c.dspark_markov_rank), "mtp")
 
 
 def _vision(config: ModelConfig) -> Iterator[_Kind]:

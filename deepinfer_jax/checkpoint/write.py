@@ -1,7 +1,7 @@
 """Parameters -> a checkpoint in the released format: tiny, random and embedded models, and tests.
 
-A `Params` tree holds the text backbone only. A released checkpoint also has the vision tower, the aligner and the
-draft stages; `extras` says what the written one has in their place.
+A `Params` tree holds the text backbone, and the draft stages if they were asked for. A released checkpoint has both,
+the vision tower and the aligner; `extras` says what the written one has in place of what the tree lacks.
 """
 
 import dataclasses
@@ -25,10 +25,11 @@ from deepinfer_jax.checkpoint.names import (
 )
 from deepinfer_jax.checkpoint.shards import DTYPES, INDEX_NAME
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model.params import LeafSpec, Params, leaf_at, schema
+from deepinfer_jax.model.draft_params import param_schema
+from deepinfer_jax.model.params import LeafSpec, Params, leaf_at
 from deepinfer_jax.ops.quant import ScaledArray
 
-# "random": seeded values under every released name, so that the inventory is complete. "none": the backbone only,
+# "random": seeded values under every released name, so that the inventory is complete. "none": the parameters only,
 # which `load_params` refuses; for tests of that refusal.
 type Extras = Literal["random", "none"]
 
@@ -57,13 +58,14 @@ def write_released(
 ) -> None:
     """Writes config.json, the safetensors files and their index; copies `tokenizer` to tokenizer.json if given.
 
-    extras: what to write for the vision and draft tensors, which `params` lacks; random ones come from `seed`.
+    extras: what to write for the tensors that `params` lacks: vision, and draft stages where it has none; random ones
+    come from `seed`.
     Tensors are dealt to the files in order, in runs of about equal bytes. Rows that a mesh added to Engram tables are
     not written. The parameters must be in their packed form and fit on this host.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = dict(_backbone_tensors(params, config))
+    tensors = dict(_own_tensors(params, config))
     if extras == "random":
         missing = {n: s for n, s in expected_tensors(config).items() if n not in tensors}
         tensors |= _random_tensors(missing, seed)
@@ -157,9 +159,9 @@ def _runs(tensors: Mapping[str, np.ndarray], num_runs: int) -> list[list[str]]:
     return runs
 
 
-def _backbone_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+def _own_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     expected = expected_tensors(config)
-    for spec in schema(config):
+    for spec in param_schema(config, with_draft=params.draft is not None):
         if spec.path in DERIVED_LEAVES:
             continue
         leaf = leaf_at(params, spec.path)

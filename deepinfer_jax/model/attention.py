@@ -1,5 +1,7 @@
 """Attention of one layer: projections, one softmax over window and selected keys, output (spec: backbone 4)."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -16,6 +18,9 @@ from deepinfer_jax.ops.linear import grouped_linear, linear
 from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip, quantize_fp8
 from deepinfer_jax.pytree import pytree_dataclass
+
+# Keys of each row at places of its list, and which of them exist.
+LoadPlaces = Callable[[Int[Array, "B M"]], tuple[Float[Array, "B M K"], Bool[Array, "B M"]]]
 
 
 @pytree_dataclass
@@ -43,10 +48,22 @@ def project(
     q_latent = stages.note(f"{prefix}.q_latent", q_latent)
     q_in = fp8_roundtrip(q_latent) if config.policy.quantizes_activations else q_latent
     q = linear(q_in, own.wq_b).reshape(-1, model.num_attention_heads, model.head_dim)
-    kv = rms_norm(linear(x_in, own.wkv), own.kv_norm, eps=model.rms_norm_eps)
-    new_kv = window_rows(rope.rotate(kv, tables.cos, tables.sin), config=config)
+    new_kv = window_latents(x_in, own.wkv, own.kv_norm, tables, config=config)
     stages.show(f"{prefix}.window_kv", dequantize(new_kv, x.dtype))
     return Projected(q_latent=q_latent, q=rope.rotate(q, tables.cos, tables.sin), new_kv=new_kv)
+
+
+def window_latents(
+    x_in: Float[Array, "T D"],
+    wkv: ScaledArray | Array,
+    kv_norm: Float[Array, " L"],
+    tables: RopeTables,
+    *,
+    config: RuntimeConfig,
+) -> ScaledArray:
+    """Rotated window latents of inputs in the form that products read, in the form of the ring."""
+    kv = rms_norm(linear(x_in, wkv), kv_norm, eps=config.model.rms_norm_eps)
+    return window_rows(rope.rotate(kv, tables.cos, tables.sin), config=config)
 
 
 def window_rows(kv: Float[Array, "T L"], *, config: RuntimeConfig) -> ScaledArray:
@@ -92,8 +109,6 @@ def _attend_variant(
     config: RuntimeConfig,
 ) -> Float[Array, "T H K"]:
     window_size, ring_len = config.model.sliding_window, config.ring_len
-    num_keys = window_size + (entries.shape[1] if ratio else 0)
-    num_blocks = -(-num_keys // KEY_BLOCK)
 
     def tile_of_rows(
         q: Array, slots: Array, positions: Array, first_row: Array, first_position: Array, floor: Array, entries: Array
@@ -120,28 +135,14 @@ def _attend_variant(
             cache = state.main_kv[RATIOS.index(ratio)]
             return dequantize(paged.take_rows(cache, layer.cache_ordinal, page, offset), q.dtype), page >= 0
 
-        def load(first_block: int, has_window: bool, has_selected: bool) -> LoadBlock:
-            def load_block(block: Array) -> tuple[Array, Bool[Array, "B M"]]:
-                places = (first_block + block) * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
-                places = jnp.broadcast_to(places, (slots.shape[0], KEY_BLOCK))
-                if not has_selected:
-                    return window_block(places)
-                if not has_window:
-                    return selected_block(places - window_size)
-                window, in_window = window_block(places)
-                selected, in_selected = selected_block(places - window_size)
-                return jnp.where(in_window[..., None], window, selected), in_window | in_selected
-
-            return load_block
-
-        pure_window = window_size // KEY_BLOCK if ratio else num_blocks
-        mixed = 1 if pure_window < num_blocks and window_size % KEY_BLOCK else 0
-        segments = [
-            (load(0, True, False), pure_window),
-            (load(pure_window, True, True), mixed),
-            (load(pure_window + mixed, False, True), num_blocks - pure_window - mixed),
-        ]
-        return attend_blocks(q, [s for s in segments if s[1]], sink, has_fixed_trips=config.has_fixed_trips)
+        segments = key_segments(
+            window_block,
+            selected_block,
+            num_rows=slots.shape[0],
+            num_window=window_size,
+            num_others=entries.shape[1] if ratio else 0,
+        )
+        return attend_blocks(q, segments, sink, has_fixed_trips=config.has_fixed_trips)
 
     # Rows in front of the tail see their own window, whatever it is: nobody reads what they make of it.
     floor = jnp.where(rows.positions >= rows.tail_start, rows.tail_start, 0) * layer.decoder_kind
@@ -159,6 +160,39 @@ def _attend_variant(
         num_live=rows.num_live,
         has_fixed_trips=config.has_fixed_trips,
     )
+
+
+def key_segments(
+    window_block: LoadPlaces, other_block: LoadPlaces, *, num_rows: int, num_window: int, num_others: int
+) -> list[tuple[LoadBlock, int]]:
+    """The key list of each row in blocks: places 0..num_window-1 of its window, then others from their place 0 on.
+
+    `window_block` and `other_block` load keys by place; places outside their own range must not exist for them.
+    """
+    num_blocks = -(-(num_window + num_others) // KEY_BLOCK)
+
+    def load(first_block: int, has_window: bool, has_others: bool) -> LoadBlock:
+        def load_block(block: Array) -> tuple[Array, Bool[Array, "B M"]]:
+            places = (first_block + block) * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+            places = jnp.broadcast_to(places, (num_rows, KEY_BLOCK))
+            if not has_others:
+                return window_block(places)
+            if not has_window:
+                return other_block(places - num_window)
+            window, in_window = window_block(places)
+            others, in_others = other_block(places - num_window)
+            return jnp.where(in_window[..., None], window, others), in_window | in_others
+
+        return load_block
+
+    pure_window = num_window // KEY_BLOCK if num_others else num_blocks
+    mixed = 1 if pure_window < num_blocks and num_window % KEY_BLOCK else 0
+    segments = [
+        (load(0, True, False), pure_window),
+        (load(pure_window, True, True), mixed),
+        (load(pure_window + mixed, False, True), num_blocks - pure_window - mixed),
+    ]
+    return [segment for segment in segments if segment[1]]
 
 
 def project_out(

@@ -57,7 +57,7 @@ def forward(
     padded = pad_rows(batch, multiple=config.row_tile)
     rows = derive_rows(padded)
     encoder_rows = decoder_rows = _num_computed(rows, config=config)
-    streams, pre = _embed(params, padded, config=config, stages=stages)
+    streams, pre = embed_tokens(params, padded.tokens, config=config, stages=stages)
     context, exists, state = memory.token_context(params.engram.token_map, state, padded.tokens, rows, config=config)
     step = Step(rows=rows, context=context, exists=exists)
     carry = Carry(streams=streams, pre=pre, selection=empty_selection(rows, config=config), state=state)
@@ -127,12 +127,12 @@ def _run_layers(
     return carry
 
 
-def _embed(
-    params: Params, batch: StepBatch, *, config: RuntimeConfig, stages: Stages
+def embed_tokens(
+    params: Params, tokens: Int[Array, " T"], *, config: RuntimeConfig, stages: Stages
 ) -> tuple[Float[Array, "T C D"], Float32[Array, "T C"]]:
     """Equal streams holding the embedding, and the one-hot pre-mix that hands stream 0 to the first sublayer."""
     model = config.model
-    hidden = params.embed[batch.tokens].astype(config.activation_dtype)
+    hidden = params.embed[tokens].astype(config.activation_dtype)
     hidden = stages.note("embed", hidden)
     streams = jnp.repeat(hidden[:, None, :], model.hc_mult, axis=1)
     pre = jnp.zeros((hidden.shape[0], model.hc_mult), jnp.float32).at[:, 0].set(1.0)

@@ -11,7 +11,7 @@ from deepinfer_jax.model import attention as attending
 from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.engram import engram
 from deepinfer_jax.model.moe import Routed, route, run_experts
-from deepinfer_jax.model.params import HyperParams, Params, layer_slice
+from deepinfer_jax.model.params import DraftParams, HyperParams, Params, layer_slice
 from deepinfer_jax.model.selection import Selection, select
 from deepinfer_jax.model.sources import ring_places, write_sources
 from deepinfer_jax.model.stages import Stages
@@ -68,7 +68,10 @@ def apply_layer(
     if features is not None:
         features = features.at[:, layer.target_ordinal].set(_stream_mean(streams), mode="drop")
     attention_params = layer_weights(params.attention, layer.layer, dtype=streams.dtype)
-    entered = _enter(params, attention_params, streams, carry.pre, rows, layer, config=config, stages=stages)
+    prefix = f"layers.{layer.layer}"
+    entered = enter(
+        params, attention_params, streams, carry.pre, rows, layer, prefix=prefix, config=config, stages=stages
+    )
     new = entered.projected
     state = write_sources(params, carry.state, entered.x, rows, layer, config=config, stages=stages)
     selection = select(
@@ -91,24 +94,27 @@ def apply_layer(
     slots, places = ring_places(rows, config.ring_len)
     window = paged.put_rows(window, new.new_kv, layer.layer, slots, places)
     state = dataclasses.replace(state, window=window)
-    streams, pre = _finish(params, attention_params, out, entered, rows, layer, config=config, stages=stages)
+    streams, pre = finish(
+        params, attention_params, out, entered, rows, layer, prefix=prefix, config=config, stages=stages
+    )
     return Carry(streams=streams, pre=pre, selection=selection, state=state, features=features)
 
 
-def _enter(
-    params: Params,
+def enter(
+    params: Params | DraftParams,
     own: attending.AttentionParams,
     streams: Float[Array, "T C D"],
     pre: Float32[Array, "T C"],
     rows: Rows,
     layer: Layer,
     *,
+    prefix: str,
     config: RuntimeConfig,
     stages: Stages,
 ) -> Entered:
     """Mix of the attention sublayer, its normed input, and the projections of it."""
     mixer = layer_slice(params.hc_attn, layer.layer)
-    norm, prefix = params.attn_norm[layer.layer], f"layers.{layer.layer}"
+    norm = params.attn_norm[layer.layer]
 
     def on_tile(stages: Stages, streams: Array, pre: Array, positions: Array) -> Entered:
         streams = stages.note(f"{prefix}.stream_in", streams)
@@ -123,19 +129,20 @@ def _enter(
     return stages.map_rows(on_tile, streams, pre, rows.positions, num_live=rows.num_live, config=config)
 
 
-def _finish(
-    params: Params,
+def finish(
+    params: Params | DraftParams,
     own: attending.AttentionParams,
     attended: Float[Array, "T H K"],
     entered: Entered,
     rows: Rows,
     layer: Layer,
     *,
+    prefix: str,
     config: RuntimeConfig,
     stages: Stages,
 ) -> tuple[Float[Array, "T C D"], Float32[Array, "T C"]]:
     """Output projection, expert sublayer, and the streams and pre-mix for the next layer."""
-    index, prefix = layer.layer, f"layers.{layer.layer}"
+    index = layer.layer
     mixer, norm = layer_slice(params.hc_ffn, index), params.ffn_norm[index]
     shared = layer_weights(params.moe.shared, index, dtype=attended.dtype)
     gate, bias = params.moe.gate[index], params.moe.bias[index]

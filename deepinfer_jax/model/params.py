@@ -19,6 +19,7 @@ from deepinfer_jax.pytree import pytree_dataclass
 
 Storage = Literal["fp8", "fp4", "fp8_rows", "bf16", "f32", "int32"]
 WEIGHT_BLOCK = 32
+DRAFT_PREFIX = "draft."  # of the schema paths of the draft stages
 
 
 @pytree_dataclass
@@ -95,8 +96,33 @@ class EngramParams:
 
 
 @pytree_dataclass
+class MarkovParams:
+    """What the token before adds to a draft's logits, head @ embed[token]; R: the Markov rank."""
+
+    embed: Float[Array, "V R"]
+    head: Float[Array, "V R"]
+
+
+@pytree_dataclass
+class DraftParams:
+    """Blocks of the draft stages, in the backbone's form, and what is around them; leading axis: stages."""
+
+    attn_norm: Float[Array, "N D"]
+    ffn_norm: Float[Array, "N D"]
+    attention: AttentionParams
+    hc_attn: HyperParams
+    hc_ffn: HyperParams
+    moe: MoeParams
+    main_proj: ScaledArray  # [D, target layers * D]
+    main_norm: Float[Array, " D"]
+    norm: Float[Array, " D"]
+    markov: MarkovParams
+    confidence: Float[Array, "one DR"]
+
+
+@pytree_dataclass
 class Params:
-    """Everything the text backbone reads."""
+    """Everything the text network reads; the draft stages only where they are wanted."""
 
     embed: Float[Array, "V D"]
     head: Float[Array, "V D"]
@@ -110,6 +136,7 @@ class Params:
     hc_ffn: HyperParams
     moe: MoeParams
     engram: EngramParams
+    draft: DraftParams | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,26 +284,40 @@ def schema(config: ModelConfig) -> tuple[LeafSpec, ...]:
 
 
 def build_params(leaves: Mapping[str, Any], config: ModelConfig) -> Params:
-    """The tree from one value for each path of the schema (arrays, shape structs, shardings)."""
+    """The tree from one value for each path of the schema (arrays, shape structs, shardings).
+
+    Draft stages are part of it where values for the paths of the draft schema are among them.
+    """
 
     def part[C](cls: type[C], prefix: str, **given: Any) -> C:
         names = [f.name for f in dataclasses.fields(cls) if f.name not in given]  # type: ignore[arg-type]
         return _unchecked(cls, {name: leaves[f"{prefix}{name}"] for name in names} | given)
 
-    return part(
+    def blocks[C](cls: type[C], prefix: str, **given: Any) -> C:
+        return part(
+            cls,
+            prefix,
+            attention=part(AttentionParams, f"{prefix}attention."),
+            hc_attn=part(HyperParams, f"{prefix}hc_attn."),
+            hc_ffn=part(HyperParams, f"{prefix}hc_ffn."),
+            moe=part(
+                MoeParams,
+                f"{prefix}moe.",
+                experts=part(ExpertParams, f"{prefix}moe.experts."),
+                shared=part(ExpertParams, f"{prefix}moe.shared."),
+            ),
+            **given,
+        )
+
+    draft = None
+    if any(path.startswith(DRAFT_PREFIX) for path in leaves):
+        draft = blocks(DraftParams, DRAFT_PREFIX, markov=part(MarkovParams, f"{DRAFT_PREFIX}markov."))
+    return blocks(
         Params,
         "",
-        attention=part(AttentionParams, "attention."),
+        draft=draft,
         compressor=part(CompressorParams, "compressor."),
         indexer=part(IndexerParams, "indexer."),
-        hc_attn=part(HyperParams, "hc_attn."),
-        hc_ffn=part(HyperParams, "hc_ffn."),
-        moe=part(
-            MoeParams,
-            "moe.",
-            experts=part(ExpertParams, "moe.experts."),
-            shared=part(ExpertParams, "moe.shared."),
-        ),
         engram=part(
             EngramParams,
             "engram.",
@@ -324,11 +365,12 @@ def init_params(config: ModelConfig, *, seed: int) -> Params:
         if spec.path == "engram.token_map":
             leaves[spec.path] = jnp.arange(config.vocab_size, dtype=jnp.int32) % config.engram_compressed_vocab_size
         else:
-            leaves[spec.path] = spec.leaf(functools.partial(_random_part, rng, spec))
+            leaves[spec.path] = spec.leaf(functools.partial(random_part, rng, spec))
     return build_params(leaves, config)
 
 
-def _random_part(rng: np.random.Generator, spec: LeafSpec, part: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+def random_part(rng: np.random.Generator, spec: LeafSpec, part: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Random values for one array of a leaf in its storage format."""
     if part == "scale":
         # A power of two that brings codes of order one to a standard deviation near 1 / sqrt(input width).
         fan_in = spec.shape[-1]

@@ -35,30 +35,28 @@ class State:
     history: Int[Array, "S M"]
 
 
+@pytree_dataclass
+class DraftState:
+    """What the drafter keeps of all slots (spec: dspark 3); position p lives in ring row p modulo the ring's length.
+
+    window: [draft stages, S, ring, L] context KV in the form of the backbone's window rings.
+    """
+
+    window: ScaledArray
+
+
 def init_state(config: RuntimeConfig, *, num_slots: int, num_pages: int) -> State:
     """An empty state for `num_slots` requests and `num_pages` pages of `config.page_tokens` tokens."""
     if num_slots < 1 or num_pages < 1:
         raise ValueError(f"num_slots={num_slots} and num_pages={num_pages} must both be at least 1")
     model = config.model
-    packs = config.policy.quantizes_caches
-
-    def rows(*lead: int, width: int, group: int, form: Form) -> ScaledArray:
-        if not packs:
-            return ScaledArray(payload=jnp.zeros((*lead, width), jnp.float32), scale=None)
-        return ScaledArray(
-            payload=jnp.zeros((*lead, width if form == "fp8" else width // 2), jnp.uint8),
-            scale=jnp.zeros((*lead, width // group), jnp.uint8),
-            form=form,
-            block=(1, group),
-        )
 
     def paged(ratio: int, width: int, group: int, form: Form) -> ScaledArray:
         lead = (len(sources_of_ratio(model, ratio)), num_pages, config.page_tokens // ratio)
-        return rows(*lead, width=width, group=group, form=form)
+        return _blank_rows(config, *lead, width=width, group=group, form=form)
 
-    ring = (model.num_hidden_layers, num_slots, config.ring_len)
     return State(
-        window=rows(*ring, width=model.head_dim, group=FP8_GROUP, form="fp8"),
+        window=_blank_rings(config, model.num_hidden_layers, num_slots),
         main_kv=(
             paged(2, model.head_dim, MAIN_KV_GROUP, "fp4_e4m3"),
             paged(1, model.head_dim, MAIN_KV_GROUP, "fp4_e4m3"),
@@ -69,6 +67,29 @@ def init_state(config: RuntimeConfig, *, num_slots: int, num_pages: int) -> Stat
         ),
         tails=jnp.zeros((len(sources_of_ratio(model, 2)), num_slots, config.tail_len, 2 * model.head_dim), jnp.float32),
         history=jnp.zeros((num_slots, config.history_len), jnp.int32),
+    )
+
+
+def init_draft_state(config: RuntimeConfig, *, num_slots: int) -> DraftState:
+    """Empty context rings of the draft stages for `num_slots` requests."""
+    if num_slots < 1:
+        raise ValueError(f"num_slots={num_slots} must be at least 1")
+    return DraftState(window=_blank_rings(config, config.model.num_nextn_predict_layers, num_slots))
+
+
+def _blank_rings(config: RuntimeConfig, num_layers: int, num_slots: int) -> ScaledArray:
+    lead = (num_layers, num_slots, config.ring_len)
+    return _blank_rows(config, *lead, width=config.model.head_dim, group=FP8_GROUP, form="fp8")
+
+
+def _blank_rows(config: RuntimeConfig, *lead: int, width: int, group: int, form: Form) -> ScaledArray:
+    if not config.policy.quantizes_caches:
+        return ScaledArray(payload=jnp.zeros((*lead, width), jnp.float32), scale=None)
+    return ScaledArray(
+        payload=jnp.zeros((*lead, width if form == "fp8" else width // 2), jnp.uint8),
+        scale=jnp.zeros((*lead, width // group), jnp.uint8),
+        form=form,
+        block=(1, group),
     )
 
 

@@ -28,7 +28,7 @@ def tiny_byte_model(directory: str | Path, seed: int) -> Path:
 
 def tiny_llm(model: str | os.PathLike[str], **options: Any) -> LLM:
     """An engine of the shared sizes for a TinyByte model; it returns token objects unless told otherwise."""
-    return LLM(model, **(_sizes() | {"decode_sequence": False} | options))
+    return LLM(model, **_sized({"decode_sequence": False, **options}))
 
 
 def tiny_engine(
@@ -39,9 +39,10 @@ def tiny_engine(
     **options: Any,
 ) -> LLMEngine:
     """The same as `LLMEngine`, under these variables and no others; requests that give way are computed again."""
-    args = EngineArgs(model, **(_sizes() | {"stop_preempted_request": False} | options))
+    args = EngineArgs(model, **_sized({"stop_preempted_request": False, **options}))
     return LLMEngine(resolve(args, environ or {}), hooks=hooks)
 
 
-def _sizes() -> dict[str, Any]:
-    return {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS}
+def _sized(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the shared sizes where they name no other."""
+    return {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, **options}

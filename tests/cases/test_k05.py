@@ -1,6 +1,7 @@
 """K05: edges of the interface."""
 
 import math
+import re
 
 import pytest
 
@@ -69,7 +70,30 @@ def test_params_must_be_as_many_as_prompts(llm):
         llm.generate(["a", "b", "c"], [SamplingParams(), SamplingParams()])
 
 
-@pytest.mark.parametrize("option", ["n", "stop", "stop_token_ids", "logit_bias", "frequency_penalty", "min_p", "seed"])
-def test_options_that_are_not_implemented_are_refused(option):
-    with pytest.raises((TypeError, ValueError), match=option):
-        SamplingParams(**{option: 1})
+@pytest.mark.parametrize(
+    "option",
+    ["n", "stop", "stop_token_ids", "logit_bias", "presence_penalty", "frequency_penalty", "min_p", "min_tokens"],
+)
+def test_an_option_is_refused_by_name_or_has_an_effect(llm, option):
+    """Until drafts have landed, that it does not depend on them cannot be tested."""
+    common = {"seq_seed": 5, "max_tokens": 40, "ignore_eos": option != "min_tokens"}
+    plain = result(llm, "abc", SamplingParams(**common))
+    token = plain[3][0]
+    text = llm.get_tokenizer().decode([token])
+    values = {"n": 2, "stop": text, "stop_token_ids": [token], "logit_bias": {token: -9.0}, "min_p": 1.0}
+    values |= {"presence_penalty": 2.0, "frequency_penalty": 2.0, "min_tokens": 39}
+    try:
+        [outputs] = llm.generate("abc", SamplingParams(**common, **{option: values[option]}))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        assert re.search(rf"\b{option}\b", str(error)), error
+        return
+    if option == "n":
+        first, second = ([(o.token_id, o.token_logprobs) for o in answer] for answer in outputs)
+        assert first == plain != second
+    else:
+        assert [(o.token_id, o.token_logprobs) for o in outputs] != plain
+
+
+def test_the_name_of_the_seed_is_told():
+    with pytest.raises(TypeError, match="seed.*seq_seed"):
+        SamplingParams(seed=1)

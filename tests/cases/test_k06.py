@@ -3,24 +3,34 @@
 import numpy as np
 import pytest
 
-from deepinfer_jax import SamplingParams
-from deepinfer_jax.checkpoint.embedded import embedded_model
+from deepinfer_jax import LLM, SamplingParams
+from deepinfer_jax.engine import buckets
 from deepinfer_jax.testing import tiny
 
-KEEP = 140
-ALIGNMENT = 116  # 140 rows cut into steps whose tails are padded to 8, 64 or 256 rows
+KEEP, NUM_TOKENS = 140, 64
+ALIGNMENT = 16  # chunks are computed in tiles of 8 rows; a tail of 140 rows lies in up to three of them
 LENGTHS = (20, 139, 140, 141, 500, 1000)
 MODE = "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE"
 TAIL = "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS"
+MAX_LEN = 1088
+
+type Results = list[list[tuple[int, float]]]
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, mode: str, keep: int | None = KEEP, **options):
+@pytest.fixture(autouse=True)
+def few_compiled_steps(monkeypatch: pytest.MonkeyPatch):
+    """One size of step and of page table: engines with and without chunks share their steps."""
+    monkeypatch.setenv("DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL", str(MAX_LEN))
+    monkeypatch.setattr(buckets, "FIRST_PAGES", MAX_LEN // 64)
+
+
+def engine(monkeypatch: pytest.MonkeyPatch, model, mode: str, keep: int | None = KEEP, **options) -> LLM:
     monkeypatch.setenv(MODE, mode)
     monkeypatch.delenv(TAIL, raising=False)
     if keep is not None and mode != "off":
         monkeypatch.setenv(TAIL, str(keep))
-    sizes = {"max_model_len": 1088, "max_num_batched_tokens": 1088}
-    return tiny.tiny_llm(embedded_model(), **(sizes | options))
+    sizes = {"max_model_len": MAX_LEN, "max_num_batched_tokens": MAX_LEN, "max_num_seqs": len(LENGTHS)}
+    return tiny.tiny_llm(model, **(sizes | options))
 
 
 def prompts() -> list[list[int]]:
@@ -28,47 +38,64 @@ def prompts() -> list[list[int]]:
     return [[0, *rng.integers(3, 259, length - 1).tolist()] for length in LENGTHS]
 
 
-def results(llm, given: list[list[int]], max_tokens: int) -> list[list[tuple[int, float]]]:
-    params = [
-        SamplingParams(temperature=1.0, seq_seed=index, max_tokens=max_tokens, ignore_eos=True)
-        for index in range(len(given))
-    ]
+def run(llm: LLM, given: list[list[int]], seeds: list[int], max_tokens: int = NUM_TOKENS) -> Results:
+    params = [SamplingParams(temperature=1.0, seq_seed=seed, max_tokens=max_tokens, ignore_eos=True) for seed in seeds]
     outputs = llm.generate(prompt_token_ids=given, sampling_params=params, use_tqdm=False)
     return [[(one.token_id, one.token_logprobs) for one in each] for each in outputs]
 
 
-def check_modes(monkeypatch: pytest.MonkeyPatch, max_tokens: int, **options) -> None:
-    given = prompts()
-    off = results(engine(monkeypatch, "off", **options), given, max_tokens)
-    mask = results(engine(monkeypatch, "mask", **options), given, max_tokens)
-    compact_llm = engine(monkeypatch, "compact", **options)
-    compact = results(compact_llm, given, max_tokens)
-    assert compact == mask
-    assert compact[:3] == off[:3], "prompts of up to 140 tokens lose nothing"
-    assert compact[-1] != off[-1], "a tail of 140 rows is not exact for this model"
-    before = compact_llm.computed_rows
-    results(compact_llm, given[-1:], 1)
-    rows = {name: count - before[name] for name, count in compact_llm.computed_rows.items()}
-    assert rows["encoder"] >= 1000
-    assert rows["decoder"] <= KEEP + ALIGNMENT, rows
+def together_and_alone(llm: LLM) -> Results:
+    """The results, which must not depend on company, nor on what is known from before."""
+    seeds = list(range(len(LENGTHS)))
+    together = run(llm, prompts(), seeds)
+    known = run(llm, prompts(), seeds)
+    llm.engine.scheduler.clear_prefix_cache()
+    alone = [run(llm, [prompt], [seed])[0] for prompt, seed in zip(prompts(), seeds, strict=True)]
+    assert together == alone == known
+    return together
 
 
-def test_mask_equals_compact_in_chunks(monkeypatch: pytest.MonkeyPatch):
-    check_modes(monkeypatch, max_tokens=16)
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1), id=f"weights{seed}") for seed in tiny.CASE_SEEDS]
 
 
-@pytest.mark.slow
-def test_mask_equals_compact_at_once(monkeypatch: pytest.MonkeyPatch):
-    check_modes(monkeypatch, max_tokens=64, chunked_prefill=False)
+@pytest.mark.parametrize("model", SEEDS, indirect=True)
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "whole"])
+def test_mask_equals_compact(monkeypatch: pytest.MonkeyPatch, model, chunked):
+    results, rows = {}, {}
+    for mode in ("off", "mask", "compact"):
+        llm = engine(monkeypatch, model, mode, chunked_prefill=chunked)
+        assert llm.engine.sizes.scheduler.max_num_batched_tokens == (64 if chunked else MAX_LEN)
+        results[mode] = together_and_alone(llm)
+        llm.engine.scheduler.clear_prefix_cache()
+        before = llm.computed_rows
+        run(llm, prompts()[-1:], [5], max_tokens=1)
+        rows[mode] = {name: count - before[name] for name, count in llm.computed_rows.items()}
+        assert llm.stats()["recompilations"] == 0
+    assert results["compact"] == results["mask"]
+    assert results["compact"][:3] == results["off"][:3], "prompts of up to 140 tokens lose nothing"
+    assert results["compact"][-1] != results["off"][-1], "a tail of 140 rows is not exact for this model"
+    assert rows["off"] == {"encoder": 1000, "decoder": 1000}
+    assert rows["mask"]["encoder"] == rows["mask"]["decoder"] == rows["compact"]["encoder"]
+    assert 1000 <= rows["compact"]["encoder"] <= 1000 + ALIGNMENT
+    assert KEEP <= rows["compact"]["decoder"] <= KEEP + ALIGNMENT
 
 
-def test_short_tail_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("mode", ["mask", "compact"])
+def test_log_probabilities_of_the_prompt_are_off_with_a_warning(monkeypatch: pytest.MonkeyPatch, model, mode):
+    llm = engine(monkeypatch, model, mode)
+    with pytest.warns(UserWarning, match=f"prompt_logprobs is off.*{MODE}"):
+        [outputs] = llm.generate("abc", SamplingParams(max_tokens=2, prompt_logprobs=True, ignore_eos=True))
+    assert [output.prompt_logprobs for output in outputs] == [[], []]
+
+
+def test_a_short_tail_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch, model):
     with pytest.raises(ValueError, match=r"133 is below 134 \(window 128 \+ 6 tokens"):
-        engine(monkeypatch, "compact", keep=133)
+        engine(monkeypatch, model, "compact", keep=133)
 
 
-def test_unknown_mode_and_missing_tail_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_an_unknown_mode_and_a_missing_tail_are_refused(monkeypatch: pytest.MonkeyPatch, model):
     with pytest.raises(ValueError, match="Compact"):
-        engine(monkeypatch, "Compact")
-    with pytest.raises(ValueError, match=TAIL):
-        engine(monkeypatch, "mask", keep=None)
+        engine(monkeypatch, model, "Compact")
+    for mode in ("mask", "compact"):
+        with pytest.raises(ValueError, match=TAIL):
+            engine(monkeypatch, model, mode, keep=None)

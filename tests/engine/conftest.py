@@ -1,4 +1,4 @@
-"""One TinyByte model and one engine over it for all engine tests of a process."""
+"""One TinyByte model for all engine tests of a process, and engines over it that share their compiled step."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from deepinfer_jax import LLM
 from deepinfer_jax.testing import tiny
+from tests.engine import driving
 
 
 @pytest.fixture(scope="session")
@@ -15,11 +16,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(tiny_model: Path) -> LLM:
-    """Returns token objects; four slots, steps of 8 and 64 rows."""
+    """Returns token objects; four slots."""
     return tiny.tiny_llm(tiny_model)
 
 
 @pytest.fixture(scope="session")
 def text_llm(tiny_model: Path) -> LLM:
-    """Returns texts; the same compiled steps."""
+    """Returns texts; the same compiled step."""
     return tiny.tiny_llm(tiny_model, decode_sequence=True)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tiny_model: Path) -> dict[str, driving.Facts]:
+    """What `driving.add_many` gives in an engine where nothing else happens."""
+    engine = tiny.tiny_engine(tiny_model)
+    driving.add_many(engine)
+    return driving.facts(driving.drain(engine))

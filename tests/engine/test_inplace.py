@@ -10,6 +10,8 @@ from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.buckets import StepShape
 from deepinfer_jax.engine.setup import load_engine_model
 from deepinfer_jax.model.state import init_state, take_request
+from deepinfer_jax.sampling.logits import SampleSettings
+from deepinfer_jax.scheduler.batching import LOGIT_FIELDS, ROW_FIELDS
 from deepinfer_jax.testing import hlo
 
 NUM_SLOTS, NUM_PAGES = 5, 23  # numbers that no other axis has
@@ -42,8 +44,9 @@ def check_in_place(compiled, carried):
 
 def test_step_updates_its_state_in_place(model, carried):
     shape = StepShape(num_rows=8, num_logits=8, num_pages=3)
-    length = 5 * 8 + 10 * 8 + NUM_SLOTS * 3
-    lowered = steps.run_step.lower(model.params, carried, spec(length), shape=shape, config=model.runtime)
+    length = (len(ROW_FIELDS) + len(LOGIT_FIELDS)) * 8 + NUM_SLOTS * 3
+    static = {"shape": shape, "config": model.runtime, "settings": SampleSettings()}
+    lowered = steps.run_step.lower(model.params, carried, spec(length), **static)
     check_in_place(lowered.compile(), carried)
 
 

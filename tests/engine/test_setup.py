@@ -94,7 +94,7 @@ def test_engram_pad_token_is_the_checkpoints_unless_the_variable_is_set(tiny_mod
 @pytest.mark.parametrize("value, num_warm_ups", [("0", 1), ("1", 0)])
 def test_eager_engines_compile_nothing_ahead(tiny_model, monkeypatch, value, num_warm_ups):
     calls = []
-    monkeypatch.setattr(Pipeline, "warm_up", lambda self: calls.append(self))
+    monkeypatch.setattr(Pipeline, "warm_up", lambda self, *_: calls.append(self))
     monkeypatch.setenv("DEEPINFER_ENFORCE_EAGER", value)
     tiny.tiny_llm(tiny_model)
     assert len(calls) == num_warm_ups

@@ -9,61 +9,85 @@ import pytest
 
 from deepinfer_jax import SamplingParams, init_state
 from deepinfer_jax.engine import steps
+from deepinfer_jax.engine.steps import Carried
 from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import make_batch
 from deepinfer_jax.sampling import logits as sampling
-from deepinfer_jax.scheduler.batching import pack_step
-from deepinfer_jax.scheduler.request import Request
-from deepinfer_jax.scheduler.slots import Chunk, Plan
-from deepinfer_jax.testing.tiny import MAX_MODEL_LEN, MAX_NUM_SEQS
+from deepinfer_jax.scheduler.batching import RequestOptions, pack_copies, pack_step
+from deepinfer_jax.scheduler.plan import Chunk, RankPlan
+from deepinfer_jax.scheduler.sequence import Copy, Limits, Sequence
 
-NUM_ROWS = NUM_LOGITS = 8  # the size that engines of the tests compile
+DRAWN = [40, 41, 42, 43, 44]  # the last tokens of the first slots
 
 
 @pytest.fixture(scope="module")
-def model(llm):
-    return llm._pipeline._model
+def engine(llm):
+    return llm.engine
 
 
-def empty_state(model):
-    num_pages = MAX_NUM_SEQS * MAX_MODEL_LEN // model.runtime.page_tokens
-    return init_state(model.runtime, num_slots=MAX_NUM_SEQS, num_pages=num_pages)
+@pytest.fixture(scope="module")
+def shape(engine):
+    return engine.sizes.buckets.first
 
 
-def page_table(model):
-    width = MAX_MODEL_LEN // model.runtime.page_tokens
-    return jnp.arange(MAX_NUM_SEQS * width, dtype=jnp.int32).reshape(MAX_NUM_SEQS, width)
+def carried(engine) -> Carried:
+    """An empty state of the engine's sizes, so that its compiled step serves."""
+    num_slots = engine.sizes.num_state_slots
+    state = init_state(engine.runtime, num_slots=num_slots, num_pages=engine.sizes.scheduler.num_pages)
+    return Carried(state=state, last_drawn=jnp.zeros((num_slots,), jnp.int32).at[: len(DRAWN)].set(jnp.asarray(DRAWN)))
 
 
-def run(model, state, plan):
-    packed = pack_step(plan, num_rows=NUM_ROWS, num_logits=NUM_LOGITS)
-    return steps.run_step(
-        model.params,
-        state,
-        page_table(model),
-        packed,
-        num_rows=NUM_ROWS,
-        num_logits=NUM_LOGITS,
-        config=model.runtime,
+def page_table(engine) -> np.ndarray:
+    table = engine.scheduler.ranks[0].page_table
+    num_pages = engine.sizes.scheduler.num_pages
+    return (np.arange(table.size, dtype=np.int32) % num_pages).reshape(table.shape)
+
+
+def packed(engine, shape, plan: RankPlan) -> np.ndarray:
+    sizes = {"num_rows": shape.num_rows, "num_logits": shape.num_logits, "num_pages": shape.num_pages}
+    return pack_step(plan, page_table(engine), **sizes)
+
+
+def run(engine, shape, before: Carried, plan: RankPlan):
+    told = packed(engine, shape, plan)
+    result, computed, after = steps.run_step(engine.params, before, told, shape=shape, **engine.pipeline._static)
+    return result, np.asarray(computed).tolist(), after
+
+
+def chunk(slot: int, prompt: list[int], params: SamplingParams, seed: int, *, draw_source: int = -1) -> Chunk:
+    sequence = Sequence(
+        request_id=str(slot),
+        prompt=prompt,
+        limits=Limits(max_tokens=9, eos_id=1),
+        options=RequestOptions(params, seed),
+        slot=slot,
+    )
+    length = len(prompt) + (draw_source >= 0)
+    return Chunk(
+        sequence=sequence, start=0, length=length, draws=True, draw_position=length, epoch=0, draw_source=draw_source
     )
 
 
-def two_chunks() -> Plan:
+def two_chunks() -> RankPlan:
     sampled = SamplingParams(temperature=0.7, top_p=0.9, top_k=50)
-    first = Request(index=0, prompt=[0, 70, 71], params=sampled, seed=2**63 + 5, max_model_len=512, slot=2)
-    second = Request(index=1, prompt=[9, 8], params=SamplingParams(), seed=3, max_model_len=512, slot=0)
-    return Plan((Chunk(first, 0, 3), Chunk(second, 0, 2)), is_prefill=True)
+    first = chunk(2, [0, 70, 71], sampled, 2**63 + 5)
+    return RankPlan(chunks=(first, chunk(0, [9, 8], SamplingParams(), 3)))
 
 
-def test_step_is_forward_and_sample(model):
-    result, state = run(model, empty_state(model), two_chunks())
+def leaves(state) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def test_step_is_forward_and_sample(engine, shape):
+    result, computed, after = run(engine, shape, carried(engine), two_chunks())
+    config = engine.pipeline._static["config"]
 
     @functools.partial(jax.jit, compiler_options=steps.COMPILER_OPTIONS)
     def by_hand(params, state, batch, rows):
-        output, state = forward(params, state, batch, config=model.runtime)
+        output, state = forward(params, state, batch, config=config)
         return sampling.sample(output.logits, rows), state
 
-    batch = make_batch([[0, 70, 71], [9, 8]], [0, 0], [2, 0], page_table(model))
+    batch = make_batch([[0, 70, 71], [9, 8]], [0, 0], [2, 0], page_table(engine))
     rows = sampling.SampleRows(
         seed_lo=jnp.asarray([5, 3], jnp.uint32),
         seed_hi=jnp.asarray([2**31, 0], jnp.uint32),
@@ -75,27 +99,67 @@ def test_step_is_forward_and_sample(model):
         suppressed_ids=jnp.asarray([-1, -1], jnp.int32),
         forced_ids=jnp.asarray([-1, -1], jnp.int32),
     )
-    want, want_state = by_hand(model.params, empty_state(model), batch, rows)
+    want, want_state = by_hand(engine.params, carried(engine).state, batch, rows)
     drawn = np.asarray(result.drawn)
     np.testing.assert_array_equal(drawn[0, :2], want.token_ids)
     np.testing.assert_array_equal(drawn[1, :2], np.asarray(want.token_logprobs).view(np.int32))
     np.testing.assert_array_equal(result.logprobs[:2], want.logprobs)
-    for got, expected in zip(jax.tree.leaves(state), jax.tree.leaves(want_state), strict=True):
+    for got, expected in zip(leaves(after.state), leaves(want_state), strict=True):
         np.testing.assert_array_equal(got, expected)
+    first, second = np.asarray(want.token_ids).tolist()
+    assert np.asarray(after.last_drawn)[: len(DRAWN)].tolist() == [second, 41, first, 43, 44]
+    assert computed == [8, 8]
 
 
-def test_padding_rows_leave_the_state_alone(model):
-    _, state = run(model, empty_state(model), two_chunks())
-    before = [np.array(leaf) for leaf in jax.tree.leaves(state)]
-    _, state = run(model, state, None)
-    for was, now in zip(before, jax.tree.leaves(state), strict=True):
+def test_a_token_that_the_host_has_not_read_is_the_last_one_of_its_slot(engine, shape):
+    known, _, _ = run(engine, shape, carried(engine), RankPlan(chunks=(chunk(3, [43, 9], SamplingParams(), 5),)))
+    # Its first token is at position 0 here: the one that slot 3 drew last.
+    unread = chunk(3, [9], SamplingParams(), 5, draw_source=0)
+    unread.sequence.tokens_from = lambda start, count: [0, 9][start : start + count]
+    got, _, _ = run(engine, shape, carried(engine), RankPlan(chunks=(unread,)))
+    np.testing.assert_array_equal(got.drawn[:, 0], known.drawn[:, 0])
+
+
+def test_padding_rows_leave_everything_alone(engine, shape):
+    _, _, after = run(engine, shape, carried(engine), two_chunks())
+    before = leaves(after)
+    _, computed, after = run(engine, shape, after, RankPlan())
+    for was, now in zip(before, leaves(after), strict=True):
         np.testing.assert_array_equal(was, now)
+    assert computed == [0, 0]
 
 
-def test_state_is_donated(model):
-    state = empty_state(model)
-    run(model, state, None)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+def test_what_is_carried_is_donated(engine, shape):
+    before = carried(engine)
+    run(engine, shape, before, RankPlan())
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+
+
+def test_masks_allow_what_they_name_and_the_two_halves_are_one_step(engine, shape):
+    whole, _, _ = run(engine, shape, carried(engine), two_chunks())
+    static, told = engine.pipeline._static, packed(engine, shape, two_chunks())
+    logits, _, after = steps.run_forward(engine.params, carried(engine), told, shape=shape, config=static["config"])
+    num_words = -(-engine.model.vocab_size // 32)
+    masks = np.full((shape.num_logits, num_words), 2**32 - 1, np.uint32)
+    last_drawn = np.asarray(after.last_drawn)
+    free, drawn = steps.run_sampling(logits, jnp.asarray(last_drawn), told, masks, None, shape=shape, **static)
+    np.testing.assert_array_equal(free.drawn[:, :2], whole.drawn[:, :2])
+    np.testing.assert_array_equal(free.logprobs[:2], whole.logprobs[:2])
+    masks[0], masks[0, 77 // 32] = 0, 1 << (77 % 32)
+    forced, drawn = steps.run_sampling(logits, jnp.asarray(last_drawn), told, masks, None, shape=shape, **static)
+    assert np.asarray(forced.drawn)[0, 0] == np.asarray(drawn)[2] == 77
+    assert np.asarray(forced.drawn)[1, 0].view(np.float32) == 0.0
+    np.testing.assert_array_equal(forced.drawn[:, 1], whole.drawn[:, 1])
+
+
+def test_copies_all_read_before_any_writes(engine, shape):
+    _, _, before = run(engine, shape, carried(engine), two_chunks())
+    window, pages = np.array(before.state.window.payload), np.array(before.state.main_kv[1].payload)
+    swap = [Copy(2, 0, 1, 5), Copy(0, 2, 5, 1)]
+    after = steps.copy_states(before, pack_copies(swap, num_copies=8))
+    np.testing.assert_array_equal(np.asarray(after.state.window.payload)[:, [0, 2]], window[:, [2, 0]])
+    np.testing.assert_array_equal(np.asarray(after.state.window.payload)[:, [1, 3]], window[:, [1, 3]])
+    np.testing.assert_array_equal(np.asarray(after.state.main_kv[1].payload)[:, [1, 5]], pages[:, [5, 1]])
 
 
 def test_best_tokens_pad_beyond_the_vocabulary():
