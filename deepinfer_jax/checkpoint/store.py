@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.checkpoint.write import released_config
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model.params import LeafSpec, Params, build_params, leaf_at, schema
+from deepinfer_jax.model.draft_params import param_schema
+from deepinfer_jax.model.params import DRAFT_PREFIX, LeafSpec, Params, build_params, leaf_at
 from deepinfer_jax.model.shardings import part_sharding, placed_spec
 from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.parallel.mesh import PADDED_AXES, Rules
@@ -20,6 +21,7 @@ _CONFIG_KEY = "config"
 def save_params(params: Params, config: ModelConfig, directory: str | Path) -> None:
     """Writes the parameters, one entry for each array, and the config they belong to.
 
+    Draft stages are written where `params` has them.
     Every process of a multi-process run calls it and writes what its devices hold. The directory must not exist.
     """
     import orbax.checkpoint as ocp
@@ -27,7 +29,8 @@ def save_params(params: Params, config: ModelConfig, directory: str | Path) -> N
     target = Path(directory).absolute()
     if target.exists():
         raise ValueError(f"{target} exists already; remove it or save to another directory")
-    tree = {spec.path: _parts(leaf_at(params, spec.path)) for spec in schema(config)}
+    specs = param_schema(config, with_draft=params.draft is not None)
+    tree = {spec.path: _parts(leaf_at(params, spec.path)) for spec in specs}
     args = ocp.args.PyTreeSave(tree, custom_metadata={_CONFIG_KEY: released_config(config)})
     # Cutting replicated arrays into one piece for each device would compile a program for each of them.
     registry = ocp.type_handlers.create_type_handler_registry(
@@ -47,8 +50,9 @@ def restore_params(
 ) -> Params:
     """The saved parameters on `mesh` (None: the default device), whatever mesh they were saved from.
 
-    Each device reads its own shard. Zero rows that a mesh needs at the end of Engram tables are added or dropped;
-    all other bits are those that were saved. Raises ValueError when the config or a shape differs.
+    Draft stages are there if they were saved. Each device reads its own shard. Zero rows that a mesh needs at the end
+    of Engram tables are added or dropped; all other bits are those that were saved.
+    Raises ValueError when the config or a shape differs.
     """
     import orbax.checkpoint as ocp
 
@@ -61,8 +65,9 @@ def restore_params(
             raise ValueError(f"{source} holds no parameters that save_params wrote")
         _check_config(source, metadata.custom_metadata[_CONFIG_KEY], config)
         saved = metadata.tree
+        specs = param_schema(config, with_draft=any(path.startswith(DRAFT_PREFIX) for path in saved))
         wanted: dict[str, Any] = {}
-        for spec in schema(config):
+        for spec in specs:
             placed = placed_spec(spec, mesh, rules)
             wanted[spec.path] = {
                 part: _restore_args(placed, part, array, mesh, rules) for part, array in saved[spec.path].items()
@@ -72,7 +77,7 @@ def restore_params(
             restore_args=wanted,
         )
         arrays = checkpointer.restore(source, args=args)
-    return build_params({spec.path: _leaf(spec, arrays[spec.path]) for spec in schema(config)}, config)
+    return build_params({spec.path: _leaf(spec, arrays[spec.path]) for spec in specs}, config)
 
 
 def _parts(leaf: Any) -> dict[str, Any]:

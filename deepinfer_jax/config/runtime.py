@@ -95,6 +95,11 @@ class RuntimeConfig:
         """Dtype of streams and activations between ops."""
         return np.dtype(ml_dtypes.bfloat16 if self.policy.rounds_activations else np.float32)
 
+    @property
+    def has_replay(self) -> bool:
+        """Whether bounded replay is on."""
+        return self.replay_mode != "off"
+
     def tail_start(self, prompt_len: int) -> int:
         """The first position of a prompt that runs the decoder layers: fixed by the prompt, whatever the chunks are."""
         return 0 if self.replay_mode == "off" else max(0, prompt_len - self.replay_keep_tokens)

@@ -19,7 +19,7 @@ class EngineHooks(Protocol):
         """A plan was made and is about to be launched."""
 
     def process_output(self, outputs: Sequence[RequestOutput]) -> None:
-        """Outputs are about to be returned."""
+        """A step has made these outputs."""
 
     def finalize_seq(self, sequence: scheduling.Sequence) -> None:
         """A request has ended; what it held is free."""
@@ -41,14 +41,19 @@ class Answers:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._emitters: dict[str, Emitter] = {}
         self._outputs: list[RequestOutput] = []
+        self._outboxes: dict[str, list[RequestOutput]] = {}  # where outputs of claimed requests go
+        self._unseen: list[RequestOutput] = []  # by the hooks
 
     @property
     def has_outputs(self) -> bool:
         """Whether there is something to fetch."""
         return bool(self._outputs)
 
-    def follow(self, sequence: scheduling.Sequence) -> None:
-        """Prepares for the outputs of a new request. Raises ValueError for an id that is in use."""
+    def follow(self, sequence: scheduling.Sequence, outbox: list[RequestOutput] | None = None) -> None:
+        """Prepares for the outputs of a new request; outbox: where they go instead of to `give_out`.
+
+        Raises ValueError for an id that is in use.
+        """
         options = sequence.options
         self._stats.added(sequence.request_id, len(sequence.prompt), at=options.arrival_time)
         self._emitters[sequence.request_id] = Emitter(
@@ -60,6 +65,8 @@ class Answers:
             inherited=sequence.output,
             scores_prompt=sequence.scores_prompt,
         )
+        if outbox is not None:
+            self._outboxes[sequence.request_id] = outbox
 
     def planned(self, plan: Plan) -> None:
         """A plan is about to be launched."""
@@ -72,7 +79,7 @@ class Answers:
         for index, one in enumerate(drawn, start=1):
             reason = sequence.finish_reason if index == len(drawn) else ""
             output = emitter.emit(one, finish_reason=reason)
-            self._outputs.append(output)
+            self._put(output)
             if output.finished and output.finish_reason != reason:
                 if sequence.finish_reason:
                     sequence.finish_reason = output.finish_reason
@@ -94,13 +101,23 @@ class Answers:
         emitter = self._emitters.pop(sequence.request_id)
         self._stats.ended(sequence.request_id, sequence.finish_reason)
         if not emitter.is_finished:
-            self._outputs.append(emitter.end(sequence.finish_reason))
+            self._put(emitter.end(sequence.finish_reason))
+        self._outboxes.pop(sequence.request_id, None)
         if self._hooks is not None:
             self._hooks.finalize_seq(sequence)
 
-    def give_out(self) -> list[RequestOutput]:
-        """What was not fetched yet, in order."""
-        outputs, self._outputs = self._outputs, []
+    def tell(self) -> None:
+        """Shows the hooks what was not shown yet."""
+        outputs, self._unseen = self._unseen, []
         if outputs and self._hooks is not None:
             self._hooks.process_output(outputs)
+
+    def give_out(self) -> list[RequestOutput]:
+        """What was not fetched yet, in order, of requests without an outbox of their own."""
+        outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _put(self, output: RequestOutput) -> None:
+        self._outboxes.get(output.request_id, self._outputs).append(output)
+        if self._hooks is not None:
+            self._unseen.append(output)

@@ -22,7 +22,7 @@ from deepinfer_jax.engine.pipeline import Pipeline
 from deepinfer_jax.engine.profiling import Profiler
 from deepinfer_jax.engine.setup import load_engine_model, sample_settings
 from deepinfer_jax.engine.sizes import engine_sizes
-from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.engine.stats import EngineStats, scheduler_gauges
 from deepinfer_jax.engine.stepping import StepLoop
 from deepinfer_jax.sampling.constraints import DrawState
 from deepinfer_jax.sampling.grammar import GrammarError, GrammarTicket
@@ -116,7 +116,7 @@ class LLMEngine:
             sampling_params = SamplingParams.from_dict(sampling_params)
         task = self.read_task(prompt_token_ids, sampling_params, multi_modal_data)
         checkpoints = intake.read_checkpoints(chunk_checkpoints, len(task.prompt))
-        sequence = self._build(request_id, task, self._num_requests, checkpoints)
+        sequence = self._build(request_id, task, None, checkpoints)
         sequence.options = dataclasses.replace(
             sequence.options, user_id=user_id, extra=extra, arrival_time=arrival_time
         )
@@ -125,17 +125,28 @@ class LLMEngine:
         return sequence
 
     def add_task(
-        self, request_id: str, task: intake.Task, *, index: int, sample: int = 0, ticket: GrammarTicket | None = None
+        self,
+        request_id: str,
+        task: intake.Task,
+        *,
+        index: int,
+        sample: int,
+        ticket: GrammarTicket | None,
+        outbox: list[RequestOutput],
     ) -> scheduling.Sequence:
         """Takes in a request whose arguments were checked; index: its place, from which a seed may follow.
 
-        sample: which of its n answers. ticket: of `compile_grammar`, where its grammar is being compiled already.
+        sample: which of its n answers. ticket: of `compile_grammar`. outbox: gets its outputs, which `step` does not.
         """
         sequence = self._build(request_id, task, index)
         seed = derived_seed(sequence.options.seed, sample)
         sequence.options = dataclasses.replace(sequence.options, seed=seed)
-        self.enqueue(sequence, ticket)
+        self._enqueue(sequence, ticket, outbox)
         return sequence
+
+    def is_known(self, request_id: str) -> bool:
+        """Whether a request of this id is unfinished."""
+        return self.scheduler.get(request_id) is not None or request_id in self._pending
 
     def compile_grammar(self, params: SamplingParams) -> GrammarTicket | None:
         """Starts to compile a request's grammar, None for one without. Raises ValueError for bad so_args."""
@@ -148,7 +159,7 @@ class LLMEngine:
         if params.n != 1:
             raise ValueError(f"n={params.n}: an engine request has one answer; use LLM.generate, or fork_request")
         return intake.read_request(
-            prompt_token_ids, params, multi_modal_data, model=self.model, has_replay=self._has_replay
+            prompt_token_ids, params, multi_modal_data, model=self.model, has_replay=self.runtime.has_replay
         )
 
     @property
@@ -157,29 +168,33 @@ class LLMEngine:
         sizes = self.sizes.scheduler
         return min(self.max_model_len, sizes.num_pages * sizes.page_tokens, self.config.ignore_len)
 
-    def enqueue(self, sequence: scheduling.Sequence, ticket: GrammarTicket | None = None) -> None:
+    def enqueue(self, sequence: scheduling.Sequence) -> None:
         """Queues a request that `add_request` built, as soon as its grammar is ready."""
+        self._enqueue(sequence, None, None)
+
+    def _enqueue(
+        self, sequence: scheduling.Sequence, ticket: GrammarTicket | None, outbox: list[RequestOutput] | None
+    ) -> None:
         self._require_open()
         params: SamplingParams = sequence.options.params
-        if sequence.request_id in self._pending:
+        if self.is_known(sequence.request_id):
             raise ValueError(f"request {sequence.request_id!r} is unfinished; a new one needs an id of its own")
         ticket = ticket or self._constraints.compile(params)
         if ticket is None:
             state = self._constraints.build(params, sequence.prompt, None)
             sequence.options = dataclasses.replace(sequence.options, constraint=state)
             self.scheduler.add(sequence)
-        elif self.scheduler.get(sequence.request_id) is not None:
-            raise ValueError(f"request {sequence.request_id!r} is unfinished; a new one needs an id of its own")
         else:
             self._pending.add(sequence, ticket)
-        self._follow(sequence)
+        self._answers.follow(sequence, outbox)
         if ticket is None and len(sequence.prompt) > self.config.ignore_len:
             self.scheduler.end(sequence.request_id, TOO_LONG)
         self._answers.take_ended()
 
     def abort_request(self, request_ids: str | Iterable[str]) -> tuple[int, int]:
         """Ends requests, whatever they do at the moment; how many there were, and the tokens they had put out."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self._require_open()
+        ids = [request_ids] if isinstance(request_ids, str) else list(dict.fromkeys(request_ids))
         found = [sequence for each in ids if (sequence := self.scheduler.get(each)) is not None]
         num_tokens = sum(len(sequence.output) for sequence in found)
         for sequence in found:
@@ -202,6 +217,7 @@ class LLMEngine:
 
         Without sampling_params it has those of its parent, the seed included, and so the same continuation.
         """
+        self._require_open()
         parent = self.scheduler.get(request_id)
         limits = options = None
         if parent is not None:
@@ -209,25 +225,26 @@ class LLMEngine:
             options, constraint = parent.options, parent.options.constraint
             if sampling_params is not None:
                 task = self.read_task(parent.prompt, sampling_params)
-                options, limits = self._options_of(task, self._num_requests), _limits(task.params)
+                options, limits = self._options_of(task), intake.limits_of(task.params)
                 constraint = self._constraint_behind(task.params, parent.prompt, parent.output[:num_kept])
             elif constraint is not None and num_kept <= len(parent.output):
                 constraint = constraint.fork()
                 constraint.rollback(len(parent.output) - num_kept)
             options = dataclasses.replace(options, constraint=constraint)
         forked = self.scheduler.fork(request_id, new_request_id, num_tokens=num_tokens, limits=limits, options=options)
-        self._follow(forked)
+        self._answers.follow(forked)
         self._answers.take_ended()
         return forked
 
     def save_request(self, request_id: str) -> snapshot.RequestSnapshot:
         """An unfinished request with all that it has on the device, as arrays on the host; it goes on unchanged."""
-        self._loop.read_all()
-        self._answers.take_ended()
+        self.settle()
         sequence = self.scheduler.get(request_id)
         if sequence is None:
             raise ValueError(f"request {request_id!r} is not unfinished; only a waiting or running one can be saved")
-        return snapshot.take(sequence, self.pipeline, fingerprint=self.fingerprint(), page_tokens=self._page_tokens)
+        return snapshot.take(
+            sequence, self.pipeline, fingerprint=self.fingerprint(), page_tokens=self.runtime.page_tokens
+        )
 
     def restore_request(self, saved: snapshot.RequestSnapshot, request_id: str) -> scheduling.Sequence:
         """A saved request under a new id, from where it was. Raises ValueError if it is of another model or mode.
@@ -236,7 +253,7 @@ class LLMEngine:
         """
         self._require_open()
         snapshot.check(saved, fingerprint=self.fingerprint())
-        sequence = snapshot.sequence_of(saved, request_id, _limits(saved.params))
+        sequence = snapshot.sequence_of(saved, request_id, intake.limits_of(saved.params))
         state = self._constraint_behind(saved.params, saved.prompt, saved.output)
         sequence.options = dataclasses.replace(sequence.options, constraint=state)
         if saved.state is not None and self.scheduler.adopt(sequence, saved.num_written, state_end=saved.state_end):
@@ -245,12 +262,13 @@ class LLMEngine:
             self.pipeline.write_request(saved.state, sequence.slot, sequence.pages[:num_pages])
         elif saved.state is None:
             self.scheduler.add(sequence)
-        self._follow(sequence)
+        self._answers.follow(sequence)
         self._answers.take_ended()
         return sequence
 
     def fingerprint(self) -> str:
         """What a saved state depends on: the weights, the numerics, the modes and the layout of the caches."""
+        self._require_open()
         return snapshot.fingerprint(self.params, self.runtime)
 
     def has_unfinished_requests(self) -> bool:
@@ -269,23 +287,37 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step and reads the one in front of it; the tokens that became known, in order."""
+        self.advance()
+        return self._answers.give_out()
+
+    def advance(self) -> None:
+        """`step` without fetching what it made."""
         self._require_open()
         self._num_steps += 1
-        self._take_grammars()
-        with self._profiler.step(self._num_steps):
-            self._loop.step()
-        self._answers.take_ended()
+        try:
+            self._take_grammars()
+            with self._profiler.step(self._num_steps):
+                self._loop.step()
+        finally:
+            self._answers.take_ended()
+        self._answers.tell()
         self._housekeeping()
-        return self._answers.give_out()
 
     def flush_inflight_reqs(self) -> list[RequestOutput]:
         """Reads every launched step; the outputs that were not given out yet."""
+        self.settle()
+        return self._answers.give_out()
+
+    def settle(self) -> None:
+        """`flush_inflight_reqs` without fetching."""
+        self._require_open()
         self._loop.read_all()
         self._answers.take_ended()
-        return self._answers.give_out()
+        self._answers.tell()
 
     def stats(self) -> dict[str, Any]:
         """What happened so far (`engine/stats.py`), and how things stand."""
+        self._require_open()
         return self._stats.report(self._gauges())
 
     def close(self) -> None:
@@ -308,7 +340,7 @@ class LLMEngine:
         self._stats.warm_up_done()
 
     def _build(
-        self, request_id: str, task: intake.Task, index: int, checkpoints: frozenset[int] = frozenset()
+        self, request_id: str, task: intake.Task, index: int | None, checkpoints: frozenset[int] = frozenset()
     ) -> scheduling.Sequence:
         self._require_open()
         tail_start = self.runtime.tail_start(len(task.prompt))
@@ -317,7 +349,7 @@ class LLMEngine:
         return scheduling.Sequence(
             request_id=request_id,
             prompt=task.prompt,
-            limits=_limits(task.params),
+            limits=intake.limits_of(task.params),
             tail_start=tail_start,
             options=self._options_of(task, index),
             checkpoints=checkpoints,
@@ -349,20 +381,11 @@ class LLMEngine:
         except GrammarError as error:
             raise ValueError(f"the tokens so far do not fit so_args: {error}; change so_args or num_tokens") from error
 
-    def _follow(self, sequence: scheduling.Sequence) -> None:
-        self._num_requests += 1
-        self._answers.follow(sequence)
-
-    def _options_of(self, task: intake.Task, index: int) -> RequestOptions:
+    def _options_of(self, task: intake.Task, index: int | None = None) -> RequestOptions:
+        """Options with a seed; index: the request's place, None for the next of this engine."""
+        if index is None:
+            index, self._num_requests = self._num_requests, self._num_requests + 1
         return RequestOptions(task.params, request_seed(task.params, self.config.seed, index, random))
-
-    @property
-    def _has_replay(self) -> bool:
-        return self.runtime.replay_mode != "off"
-
-    @property
-    def _page_tokens(self) -> int:
-        return self.runtime.page_tokens
 
     def _housekeeping(self) -> None:
         if self._num_steps % self.config.gc_interval_step == 0:
@@ -371,29 +394,9 @@ class LLMEngine:
             _log.info(self._stats.log_line(self._stats.interval(self._gauges())))
 
     def _gauges(self) -> dict[str, Any]:
-        counters, gauges, config = self.scheduler.counters, self.scheduler.gauges, self.sizes.scheduler
         return {
-            "running": sum(len(rank.running) for rank in self.scheduler.ranks),
-            "waiting": sum(len(rank.waiting) for rank in self.scheduler.ranks),
-            "kv_used": gauges.pages_used * config.page_tokens,
-            "kv_total": config.num_pages * config.page_tokens,
-            "kv_cached": gauges.pages_cached * config.page_tokens,
-            "preemptions": counters.preemptions,
-            "prefix_lookups": counters.prefix_lookups,
-            "prefix_hits": counters.prefix_hits,
-            "prefix_hit_tokens": counters.prefix_hit_tokens,
-            "snapshots": gauges.num_snapshots,
-            "snapshots_evicted": counters.snapshots_evicted,
+            **scheduler_gauges(self.scheduler),
             "encoder_rows": self.pipeline.num_encoder_rows,
             "decoder_rows": self.pipeline.num_decoder_rows,
             **self._profiler.memory(),
         }
-
-
-def _limits(params: SamplingParams) -> scheduling.Limits:
-    return scheduling.Limits(
-        max_tokens=params.max_tokens,
-        eos_id=params.eos_id,
-        ignore_eos=params.ignore_eos,
-        stop_ids=frozenset(params.stop_token_ids or ()),
-    )

@@ -10,14 +10,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 _READERS = ("__array__", "__buffer__", "__dlpack__", "block_until_ready")  # `_value` serves int(), item(), repr() ...
+_BATCH_WAIT = "batched_block_until_ready"  # what `jax.block_until_ready` calls for several arrays
 _lock = threading.Lock()
 _launching = threading.local()
-_depth = 0  # launches under way in all threads
-_originals: dict[str, Any] = {}
+_guards: set[object] = set()  # launches under way in all threads
+_originals: dict[str, Any] = {}  # empty: nothing is replaced
 
 
 class SyncError(RuntimeError):
@@ -27,37 +28,43 @@ class SyncError(RuntimeError):
 @contextlib.contextmanager
 def no_device_reads() -> Iterator[None]:
     """Makes every read of a `jax.Array` in this thread raise `SyncError`; launching and transfers to it go on."""
-    _launching.depth = getattr(_launching, "depth", 0) + 1
-    _install()
-    try:
+    guard, depth = object(), getattr(_launching, "depth", 0)
+    try:  # an interrupt may come anywhere: what is not there is not taken back
+        _launching.depth = depth + 1
+        _install(guard)
         yield
     finally:
-        _remove()
-        _launching.depth -= 1
+        _launching.depth = depth
+        _remove(guard)
 
 
-def _install() -> None:
-    global _depth
+def _install(guard: object) -> None:
     with _lock:
-        _depth += 1
-        if _depth > 1:
+        _guards.add(guard)
+        if _originals:
             return
         array_type = _array_type()
-        for name in (*_READERS, "_value"):
-            _originals[name] = getattr(array_type, name)
+        found = {name: getattr(array_type, name) for name in (*_READERS, "_value")}
+        found[_BATCH_WAIT] = getattr(xla_client, _BATCH_WAIT, None)
+        _originals.update(found)
         for name in _READERS:
-            setattr(array_type, name, _checked(name, _originals[name]))
-        array_type._value = property(_checked("a value", _originals["_value"].fget))
+            setattr(array_type, name, _checked(name, found[name]))
+        array_type._value = property(_checked("a value", found["_value"].fget))
+        if found[_BATCH_WAIT] is not None:
+            setattr(xla_client, _BATCH_WAIT, _checked("block_until_ready", found[_BATCH_WAIT]))
 
 
-def _remove() -> None:
-    global _depth
+def _remove(guard: object) -> None:
     with _lock:
-        _depth -= 1
-        if _depth == 0:
-            array_type = _array_type()
-            for name, original in _originals.items():
-                setattr(array_type, name, original)
+        _guards.discard(guard)
+        if _guards:
+            return
+        for name, original in _originals.items():
+            if name != _BATCH_WAIT:
+                setattr(_array_type(), name, original)
+            elif original is not None:
+                setattr(xla_client, name, original)
+        _originals.clear()
 
 
 @functools.cache
@@ -67,12 +74,12 @@ def _array_type() -> Any:
 
 
 def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def read(self: jax.Array, *args: Any, **kwargs: Any) -> Any:
+    def read(*args: Any, **kwargs: Any) -> Any:
         if getattr(_launching, "depth", 0):
             raise SyncError(
                 f"{name} of a device array was asked for while a step was launched, which would wait for the device; "
                 "read it before or after, or set DEEPINFER_DISABLE_SYNC_GUARD=1"
             )
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
     return read

@@ -9,6 +9,7 @@ import numpy as np
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams, check_vocabulary
+from deepinfer_jax.scheduler.sequence import Limits
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 type TokenIds = Sequence[SupportsIndex] | np.ndarray
@@ -188,3 +189,13 @@ def _ready_params(params: SamplingParams, index: int, model: ModelConfig, *, has
                 f"0..{model.vocab_size - 1}; correct it, or give -1 to sample there"
             )
     return dataclasses.replace(params, eos_id=model.eos_token_id)
+
+
+def limits_of(params: SamplingParams) -> Limits:
+    """When a request with these parameters ends by itself."""
+    return Limits(
+        max_tokens=params.max_tokens,
+        eos_id=params.eos_id,
+        ignore_eos=params.ignore_eos,
+        stop_ids=frozenset(params.stop_token_ids or ()),
+    )

@@ -105,27 +105,37 @@ class LLM:
         its finish reason instead. A request that fails while it runs has a finish reason that says so; where texts are
         wanted, `GenerationError` is raised once all have ended.
         """
-        calls = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data, on_error=on_error)
-        results = self._run([sequence for _, sequence in calls], use_tqdm=use_tqdm)
+        outbox: list[RequestOutput] = []
+        calls = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data, outbox, on_error=on_error)
+        results = self._run([sequence for _, sequence in calls], outbox, use_tqdm=use_tqdm)
         if self._decode_sequence:
             _raise_failures(results, [sequence for _, sequence in calls])
             texts = [self._text_of(sequence, outputs) for (_, sequence), outputs in zip(calls, results, strict=True)]
             return _by_prompt(calls, texts)
         return _by_prompt(calls, results)
 
-    def _run(self, sequences: list[Sequence], *, use_tqdm: bool) -> list[list[RequestOutput]]:
+    def _run(
+        self, sequences: list[Sequence], outbox: list[RequestOutput], *, use_tqdm: bool
+    ) -> list[list[RequestOutput]]:
         """The outputs of each, once all have ended."""
         outputs: dict[str, list[RequestOutput]] = {sequence.request_id: [] for sequence in sequences}
         num_left = len(outputs)
         bar = tqdm(total=num_left, desc="generating", unit="answer", disable=None if use_tqdm else True)
         with self._owning(outputs), bar:
             while num_left:
-                for output in self.engine.step():
-                    if output.request_id in outputs:
-                        outputs[output.request_id].append(output)
-                        num_left -= output.finished
-                        bar.update(output.finished)
+                for output in self._advance(outbox):
+                    outputs[output.request_id].append(output)
+                    num_left -= output.finished
+                    bar.update(output.finished)
         return [fold_end(found) for found in outputs.values()]
+
+    def _advance(self, outbox: list[RequestOutput]) -> list[RequestOutput]:
+        """What came for a call; a step is made only where nothing waits."""
+        if not outbox:
+            self.engine.advance()
+        outputs = outbox.copy()
+        outbox.clear()
+        return outputs
 
     def _text_of(self, sequence: Sequence, outputs: list[RequestOutput]) -> str:
         """The whole text; a stop string is cut from it, so it is that of the outputs then."""
@@ -145,8 +155,9 @@ class LLM:
         The arguments are checked now, the requests run while the iterator is read, and closing it aborts them. With
         n > 1 the answers of a prompt are told apart by their `request_id`.
         """
-        calls = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data)
-        stream = self._stream({sequence.request_id: place for place, sequence in calls})
+        outbox: list[RequestOutput] = []
+        calls = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data, outbox)
+        stream = self._stream({sequence.request_id: place for place, sequence in calls}, outbox)
         next(stream)  # from here on closing it aborts, read or not
         return cast(Generator[tuple[int, RequestOutput]], stream)
 
@@ -159,15 +170,16 @@ class LLM:
         """Answers to one conversation or several; options are those of `engine.chat.chat`."""
         return chat(self, messages, sampling_params, **options)
 
-    def _stream(self, places: dict[str, int]) -> Generator[tuple[int, RequestOutput] | None]:
+    def _stream(
+        self, places: dict[str, int], outbox: list[RequestOutput]
+    ) -> Generator[tuple[int, RequestOutput] | None]:
         num_left = len(places)
         with self._owning(places):
             yield None
             while num_left:
-                for output in self.engine.step():
-                    if output.request_id in places:
-                        num_left -= output.finished
-                        yield places[output.request_id], output
+                for output in self._advance(outbox):
+                    num_left -= output.finished
+                    yield places[output.request_id], output
 
     def _add(
         self,
@@ -175,10 +187,14 @@ class LLM:
         prompt_token_ids: intake.TokenLists,
         sampling_params: intake.ParamsArgument,
         multi_modal_data: Any,
+        outbox: list[RequestOutput],
         *,
         on_error: str = "raise",
     ) -> list[tuple[int, Sequence]]:
-        """Checks every argument, then queues the requests: (place of the prompt, request), n for each prompt."""
+        """Checks every argument, then queues the requests: (place of the prompt, request), n for each prompt.
+
+        outbox: gets their outputs.
+        """
         if on_error not in ("raise", "finish"):
             raise ValueError(f"on_error={on_error!r} is unknown; choose 'raise' or 'finish'")
         engine = self.engine
@@ -190,16 +206,29 @@ class LLM:
             tokenizer=engine.tokenizer,
             model=engine.model,
             max_len=engine.max_prompt_len,
-            has_replay=engine.runtime.replay_mode != "off",
+            has_replay=engine.runtime.has_replay,
         )
         tickets = _compile_all(engine, tasks, raises=on_error == "raise")
         calls: list[tuple[int, Sequence]] = []
-        for place, (task, ticket) in enumerate(zip(tasks, tickets, strict=True)):
-            for sample in range(task.params.n):
-                name = f"{_ID_PREFIX}{self._num_requests}"
-                self._num_requests += 1
-                calls.append((place, engine.add_task(name, task, index=place, sample=sample, ticket=ticket)))
+        try:
+            for place, (task, ticket) in enumerate(zip(tasks, tickets, strict=True)):
+                for sample in range(task.params.n):
+                    sequence = engine.add_task(
+                        self._new_id(), task, index=place, sample=sample, ticket=ticket, outbox=outbox
+                    )
+                    calls.append((place, sequence))
+        except BaseException:
+            engine.abort_request(sequence.request_id for _, sequence in calls)
+            raise
         return calls
+
+    def _new_id(self) -> str:
+        """An id that no unfinished request has."""
+        while True:
+            name = f"{_ID_PREFIX}{self._num_requests}"
+            self._num_requests += 1
+            if not self.engine.is_known(name):
+                return name
 
     @contextlib.contextmanager
     def _owning(self, request_ids: Iterable[str]) -> Iterator[None]:
@@ -207,8 +236,9 @@ class LLM:
         try:
             yield
         finally:
-            if self._engine is not None and self._engine.abort_request(request_ids)[0]:
-                self._engine.flush_inflight_reqs()
+            if self._engine is not None:
+                self._engine.abort_request(request_ids)
+                self._engine.settle()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError for a model that has none."""

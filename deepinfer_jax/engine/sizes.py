@@ -76,7 +76,7 @@ def engine_sizes(config: EngineConfig, model: LoadedModel) -> EngineSizes:
         num_snapshots=num_snapshots,
         snapshot_interval=_round_up(max(SNAPSHOT_INTERVAL, max_rows), runtime.page_tokens),
         replay_rows=runtime.model.sliding_window,
-        has_tails=runtime.replay_mode != "off",
+        has_tails=runtime.has_replay,
     )
     return EngineSizes(scheduler=scheduler, buckets=buckets, cache=cache)
 

@@ -30,6 +30,8 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer_jax.scheduler.scheduler import Scheduler
+
 SAMPLES = 10_000  # kept for percentiles: 80 kB for each latency
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99}
 ABORT = "abort"
@@ -240,6 +242,24 @@ class EngineStats:
         if clash := sorted(gauges.keys() & figures.keys()):
             raise ValueError(f"gauges {', '.join(clash)} have names of figures that are counted here; rename them")
         return {**gauges, **figures}
+
+
+def scheduler_gauges(scheduler: Scheduler) -> dict[str, int]:
+    """How a scheduler stands: queues, main KV in tokens, the prefix cache."""
+    counters, gauges, config = scheduler.counters, scheduler.gauges, scheduler.config
+    return {
+        "running": sum(len(rank.running) for rank in scheduler.ranks),
+        "waiting": sum(len(rank.waiting) for rank in scheduler.ranks),
+        "kv_used": gauges.pages_used * config.page_tokens,
+        "kv_total": len(scheduler.ranks) * config.num_pages * config.page_tokens,
+        "kv_cached": gauges.pages_cached * config.page_tokens,
+        "preemptions": counters.preemptions,
+        "prefix_lookups": counters.prefix_lookups,
+        "prefix_hits": counters.prefix_hits,
+        "prefix_hit_tokens": counters.prefix_hit_tokens,
+        "snapshots": gauges.num_snapshots,
+        "snapshots_evicted": counters.snapshots_evicted,
+    }
 
 
 def _ratio(part: int | float, whole: int | float) -> float | None:

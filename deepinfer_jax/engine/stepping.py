@@ -59,9 +59,11 @@ class StepLoop:
 
     def step(self) -> None:
         """Launches the next plan, if there is one, and reads what is in front of it."""
+        while len(self._in_flight) > 1:  # an interrupt came while they were read
+            self._read()
         plan = self._scheduler.schedule()
         if plan is not None:
-            self._listener.planned(plan)
+            self._show(plan)
             is_masked = any(needs_host(chunk) for chunk in plan.chunks)
             launched = self._launch(plan, waits_for_masks=is_masked)
             if is_masked and launched is not None:
@@ -76,6 +78,15 @@ class StepLoop:
         """Reads every launched step."""
         while self._in_flight:
             self._read()
+
+    def _show(self, plan: Plan) -> None:
+        """Lets the listener see a plan; what it raises is its caller's, and the plan is given up."""
+        try:
+            self._listener.planned(plan)
+        except BaseException as error:
+            self.read_all()
+            self._fail(plan, error)
+            raise
 
     def _launch(self, plan: Plan, *, waits_for_masks: bool) -> Launched | None:
         """Puts a plan on the device; None if that broke."""

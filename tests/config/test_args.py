@@ -152,7 +152,8 @@ def test_sources_tell_derived_values_and_what_they_come_from():
         "tokens_per_block": "derived: the page size",
         "async_scheduling": "derived from engine_type",
         "prefix_cache": "default",
-        "DEEPINFER_XGRAMMAR_TIMEOUT": "default",
+        "xgrammar_timeout": "default",
+        "DEEPINFER_GLOO_TIMEOUT": "default",
     }
     assert {name: config.source(name) for name in expected} == expected
     assert (config.tokenizer, config.numerics) == ("/m", "fp32")

@@ -209,7 +209,8 @@ def test_markdown_table_has_a_row_for_each_variable_with_default_and_status():
         "DEEPINFER_FUSED_SAMPLE_DETAIL_LOG": "| str | unset | a DeepInfer test | refused |",
         "DEEPINFER_USE_NEXTN_DECODE": "| lands with speculation (now: 0) |",
         "DEEPINFER_JAX_KERNELS": "| lands with kernels (now: auto, reference) |",
-        "DEEPINFER_SAMPLER_FORCE_TOPK": "| lands with sampling |",
+        "DEEPINFER_SAMPLER_FORCE_TOPK": "| sample among the k best only | works |",
+        "DEEPINFER_MULTI_MODAL_BUFFER_SIZE": "| lands with vision |",
     }
     for name, end in expected.items():
         assert rows[name].endswith(end), rows[name]
@@ -232,20 +233,15 @@ def test_value_that_turns_nothing_on_is_accepted(variable, off):
     "text",
     [
         "DEEPINFER_ACCELERATOR=ascend needs Ascend; auto, cpu, nvidia",
-        "DEEPINFER_COMPUTE_SUM_SMALLER_PROBS=1 needs sampling; False",
         "DEEPINFER_GLOO_TIMEOUT=9 needs sharding; 14400",
         "DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL=10 needs sharding; 0",
         "DEEPINFER_USE_NEXTN_DECODE=5 needs speculation; 0",
         "DEEPINFER_ENABLE_MTP_VARLEN=1 needs speculation; False",
         "DEEPINFER_MAX_BACKTRACKING_TOKENS=9 needs speculation; 0",
         "DEEPINFER_ENGRAM_FORCE_GPU_STORAGE=1 needs sharding; False",
-        "DEEPINFER_SAMPLER_FORCE_TOPK=5 needs sampling; 0",
-        "DEEPINFER_DECODE_TOKEN_BLACKLIST=3..5 needs sampling; (empty)",
-        "DEEPINFER_XGRAMMAR_TIMEOUT=5 needs sampling; 20",
         "DEEPINFER_MULTI_MODAL_BUFFER_SIZE=8 needs vision; 512",
         "DEEPINFER_JAX_KERNELS=mosaic_sm90 needs kernels; auto, reference",
         "DEEPINFER_JAX_SPEC_MODE=block needs speculation; match",
-        "DEEPINFER_JAX_GRAMMAR_WHITESPACE=2 needs sampling; 8",
         "DEEPINFER_JAX_ASCEND_SIM=1 needs Ascend; False",
     ],
 )
@@ -263,7 +259,7 @@ def test_variable_that_turns_a_missing_feature_on_is_refused_with_what_is_allowe
     resolve(EngineArgs(), {name: value})
 
 
-# Variable -> (field, text, value), for each that the engine reads.
+# Variable -> (field, text, value), for each that the engine reads; below, for each of sampling.
 ENGINE = {
     "DEEPINFER_PREFILL_MAX_SUM_SEQLEN_K": ("prefill_max_key_tokens", "4096", 4096),
     "DEEPINFER_INDEX_ATTN_MEMORY_LIMIT": ("index_attn_memory_limit", "1GiB", GIB),
@@ -284,17 +280,29 @@ ENGINE = {
     "DEEPINFER_TORCH_PROFILER_DIR": ("trace_dir", "/traces", "/traces"),
     "DEEPINFER_JAX_PREFIX_CACHE": ("prefix_cache", "replay", "replay"),
 }
+SAMPLING = {
+    "DEEPINFER_COMPUTE_SUM_SMALLER_PROBS": ("sum_smaller_probs", "1", True),
+    "DEEPINFER_SAMPLER_FORCE_TOPK": ("sampler_force_topk", "5", 5),
+    "DEEPINFER_DECODE_TOKEN_BLACKLIST": ("token_blacklist", "3..5", "3..5"),
+    "DEEPINFER_XGRAMMAR_DEBUG": ("xgrammar_debug", "1", True),
+    "DEEPINFER_XGRAMMAR_TIMEOUT": ("xgrammar_timeout", "5", 5),
+    "DEEPINFER_XGRAMMAR_DISABLE_CACHE": ("xgrammar_disable_cache", "1", True),
+    "DEEPINFER_XGRAMMAR_CACHE_LIMIT_BYTES": ("grammar_cache_bytes", "-1", -1),
+    "DEEPINFER_SO_BUILDER_CPUS": ("so_builder_cpus", "2", 2),
+    "DEEPINFER_JAX_GRAMMAR_WHITESPACE": ("grammar_whitespace", "2", 2),
+}
 
 
-def test_every_variable_of_the_engine_has_a_field_of_its_own():
-    assert set(ENGINE) == {v.name for v in environ.VARIABLES.values() if v.lands_with == "engine"}
-    for name, (field, _, _) in ENGINE.items():
+@pytest.mark.parametrize("feature, table", [("engine", ENGINE), ("sampling", SAMPLING)], ids=["engine", "sampling"])
+def test_every_variable_of_the_feature_has_a_field_of_its_own(feature, table):
+    assert set(table) == {v.name for v in environ.VARIABLES.values() if v.lands_with == feature}
+    for name, (field, _, _) in table.items():
         assert environ.VARIABLES[name].field == field
 
 
-@pytest.mark.parametrize("name", ENGINE)
-def test_variable_of_the_engine_sets_its_field_and_no_other(name):
-    field, text, value = ENGINE[name]
+@pytest.mark.parametrize("name", [*ENGINE, *SAMPLING])
+def test_variable_of_the_engine_or_sampling_sets_its_field_and_no_other(name):
+    field, text, value = {**ENGINE, **SAMPLING}[name]
     default, config = resolve(EngineArgs(), {}), resolve(EngineArgs(), {name: text})
     assert config.value(field) == value != default.value(field)
     assert config.source(field) == f"environment variable {name}"

@@ -38,7 +38,8 @@ def test_describe_has_one_aligned_row_for_each_field_and_variable():
     assert shown["numerics"] == ("q", "environment variable DEEPINFER_JAX_NUMERICS")
     assert shown["engine_type"] == ("NORMAL", "default")
     assert shown["model"] == ("unset", "default")
-    assert shown["DEEPINFER_DECODE_TOKEN_BLACKLIST"] == ("(empty)", "default")
+    assert shown["token_blacklist"] == ("(empty)", "default")
+    assert shown["DEEPINFER_GLOO_TIMEOUT"] == ("14400", "default")
 
 
 def test_completion_engine_ends_preempted_requests_and_has_no_context_parallelism(land):

@@ -80,7 +80,7 @@ def test_an_exception_inside_ends_the_guard(array):
 
 
 def test_an_interrupt_while_the_guard_begins_leaves_none(array, monkeypatch):
-    monkeypatch.setattr(guard, "_depth", 0)  # so that what it leaves behind ends with this test
+    monkeypatch.setattr(guard, "_guards", set())  # so that what it leaves behind ends with this test
     monkeypatch.setattr(guard, "_launching", threading.local())
 
     def interrupt(*_):
