@@ -121,9 +121,8 @@ def differing_arrays(a: RequestSnapshot, b: RequestSnapshot, engine: LLMEngine) 
                 if not np.array_equal(mine[layer, 0, rows], other[layer, 0, rows]):
                     found.append(f"{name}[{layer}]")
         elif name.startswith((".main_kv", ".index_k")):
-            if not np.array_equal(
-                *(entries(array, a.num_written, engine.runtime.page_tokens) for array in (mine, other))
-            ):
+            known = [entries(array, a.num_written, engine.runtime.page_tokens) for array in (mine, other)]
+            if not np.array_equal(known[0], known[1]):
                 found.append(name)
         elif not np.array_equal(mine, other):
             found.append(name)

@@ -91,8 +91,6 @@ class LLMEngine:
         """An engine for arguments under the process environment."""
         return cls(resolve(args), hooks=hooks)
 
-    # Requests come and go.
-
     def add_request(
         self,
         user_id: str,
@@ -282,8 +280,6 @@ class LLMEngine:
     def get_num_pendings(self) -> int:
         """Requests that wait for their grammar to be compiled."""
         return len(self._pending)
-
-    # Steps.
 
     def step(self) -> list[RequestOutput]:
         """Launches the next step and reads the one in front of it; the tokens that became known, in order."""

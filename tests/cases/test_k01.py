@@ -11,6 +11,7 @@ from deepinfer_jax.testing import tiny
 NUM_TOKENS = 300
 LENGTHS = (1, 5, 128, 129, 300)  # of the neighbours' prompts
 SIZES = (2, 3, 7, 8, 9, 16, 33)
+QUICK_SIZES = (2, 8, 33)
 PLACES = ("first", "middle", "last")
 TEMPERATURES = (1.0, 0.0)
 
@@ -55,16 +56,20 @@ def in_company(llm, size: int, place: str, temperature: float) -> list[tuple[int
 
 
 def runs() -> list:
-    """Every run; without --all each batch size has one place, and one temperature by turns."""
+    """Every run; without --all three batch sizes with one place each, and one temperature by turns."""
     all_runs = itertools.product(enumerate(SIZES), PLACES, TEMPERATURES)
     return [
         pytest.param(
             *(size, place, temperature),
-            marks=[] if (PLACES[number % 3], TEMPERATURES[number % 2]) == (place, temperature) else [pytest.mark.slow],
+            marks=[] if is_quick(number, size, place, temperature) else [pytest.mark.slow],
             id=f"{size}-{place}-T{temperature:.0f}",
         )
         for (number, size), place, temperature in all_runs
     ]
+
+
+def is_quick(number: int, size: int, place: str, temperature: float) -> bool:
+    return size in QUICK_SIZES and (PLACES[number % 3], TEMPERATURES[number % 2]) == (place, temperature)
 
 
 @pytest.mark.parametrize("size, place, temperature", runs())

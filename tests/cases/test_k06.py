@@ -59,7 +59,7 @@ SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1), id=f"weights{
 
 
 @pytest.mark.parametrize("model", SEEDS, indirect=True)
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "whole"])
+@pytest.mark.parametrize("chunked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["chunks", "whole"])
 def test_mask_equals_compact(monkeypatch: pytest.MonkeyPatch, model, chunked):
     results, rows = {}, {}
     for mode in ("off", "mask", "compact"):

@@ -92,7 +92,7 @@ class Walk:
                 assert "is not unfinished" in str(error)
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 def test_a_result_depends_on_its_request_only(tiny_model, alone, monkeypatch, seed):
     environ = {"DEEPINFER_ZERO_OVERHEAD_SCHEDULING": "0" if seed % 5 == 0 else "1"}
     environ |= {"DEEPINFER_PREFILL_ATTEMPT_INTERVAL": "4", "DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL": "4"}
