@@ -11,11 +11,11 @@ RUNNABLE = [block for block in BLOCKS if "path/to/" not in block]
 
 
 def test_readme_has_examples():
-    assert len(RUNNABLE) == 3
+    assert len(RUNNABLE) == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", RUNNABLE, ids=["generate", "engine", "inside"])
+@pytest.mark.parametrize("block", RUNNABLE, ids=["generate", "engine", "grammar", "inside"])
 def test_example_runs(block: str, capsys: pytest.CaptureFixture[str]):
     exec(compile(block, str(README), "exec"), {})
     assert capsys.readouterr().out.strip()

@@ -33,4 +33,3 @@ def test_unknown_names_are_refused(tiny_a):
         traced(tiny_a, capture=("layers.99.attn_in",))
     with pytest.raises(ValueError, match="does not have"):
         traced(tiny_a, forced_selection={"layers.99.attn_in": jnp.zeros((3, 4))})
-
