@@ -43,7 +43,13 @@ class Constraints:
         self._pool: GrammarPool | None = None  # made at the first grammar: it reads the whole vocabulary
 
     def compile(self, params: SamplingParams) -> GrammarTicket | None:
-        """Starts to compile the grammar of a request, None for one without. Raises ValueError for bad so_args."""
+        """Starts to compile the grammar of a request, None for one without.
+
+        Raises ValueError for bad so_args, and for options about texts where there is no tokenizer.
+        """
+        for field in ("stop", "bad_words"):
+            if getattr(params, field):
+                self._require_tokenizer(field)
         if params.so_args is None:
             return None
         request = parse_so_args(params.so_args)

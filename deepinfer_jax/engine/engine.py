@@ -173,10 +173,8 @@ class LLMEngine:
     def _enqueue(
         self, sequence: scheduling.Sequence, ticket: GrammarTicket | None, outbox: list[RequestOutput] | None
     ) -> None:
-        self._require_open()
+        self._require_new(sequence.request_id)
         params: SamplingParams = sequence.options.params
-        if self.is_known(sequence.request_id):
-            raise ValueError(f"request {sequence.request_id!r} is unfinished; a new one needs an id of its own")
         ticket = ticket or self._constraints.compile(params)
         if ticket is None:
             state = self._constraints.build(params, sequence.prompt, None)
@@ -215,13 +213,15 @@ class LLMEngine:
 
         Without sampling_params it has those of its parent, the seed included, and so the same continuation.
         """
-        self._require_open()
+        self._require_new(new_request_id)
         parent = self.scheduler.get(request_id)
         limits = options = None
         if parent is not None:
             num_kept = len(parent.output) if num_tokens is None else max(0, num_tokens - len(parent.prompt))
             options, constraint = parent.options, parent.options.constraint
             if sampling_params is not None:
+                if sampling_params.prompt_logprobs:
+                    raise ValueError("prompt_logprobs=True is not for forks, whose prompt is known; leave it False")
                 task = self.read_task(parent.prompt, sampling_params)
                 options, limits = self._options_of(task), intake.limits_of(task.params)
                 constraint = self._constraint_behind(task.params, parent.prompt, parent.output[:num_kept])
@@ -249,7 +249,7 @@ class LLMEngine:
 
         Where there is no room it waits, and computes its tokens again: the result is the same.
         """
-        self._require_open()
+        self._require_new(request_id)
         snapshot.check(saved, fingerprint=self.fingerprint())
         sequence = snapshot.sequence_of(saved, request_id, intake.limits_of(saved.params))
         state = self._constraint_behind(saved.params, saved.prompt, saved.output)
@@ -324,6 +324,11 @@ class LLMEngine:
             self._constraints.close()
             del self.pipeline, self.params, self._loop
 
+    def _require_new(self, request_id: str) -> None:
+        self._require_open()
+        if self.is_known(request_id):
+            raise ValueError(f"request {request_id!r} is unfinished; a new one needs an id of its own")
+
     def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError("this engine is closed; make a new one")
@@ -353,7 +358,6 @@ class LLMEngine:
         )
 
     def _take_grammars(self) -> None:
-        """Queues the requests whose grammar is ready, and ends those whose grammar is none."""
         for sequence in self._pending.take_ready(wait_s=0.0 if self.scheduler.num_unfinished else GRAMMAR_WAIT_S):
             if sequence.error is not None:
                 self._refuse(sequence, GRAMMAR_FAILED)
@@ -363,7 +367,6 @@ class LLMEngine:
                 self.scheduler.add(sequence)
 
     def _refuse(self, sequence: scheduling.Sequence, reason: str) -> None:
-        """Ends a request that the scheduler has not seen."""
         sequence.finish_reason = reason
         self._answers.close(sequence)
 
@@ -378,8 +381,7 @@ class LLMEngine:
             raise ValueError(f"the tokens so far do not fit so_args: {error}; change so_args or num_tokens") from error
 
     def _options_of(self, task: intake.Task, index: int | None = None) -> RequestOptions:
-        """Options with a seed; index: the request's place, None for the next of this engine."""
-        if index is None:
+        if index is None:  # the next of this engine
             index, self._num_requests = self._num_requests, self._num_requests + 1
         return RequestOptions(task.params, request_seed(task.params, self.config.seed, index, random))
 

@@ -89,9 +89,10 @@ class Emitter:
         self._is_first = True
         self._tokenizer, self._max_num_batched_tokens = tokenizer, max_num_batched_tokens
         self._text = detokenizer.DetokenizerState()
-        self._num_tokens = len(inherited)
+        self._num_tokens = 0
         self.is_finished = False
         for token_id in inherited:
+            self._num_tokens += 1
             self._settle(token_id)
 
     def emit(self, drawn: Drawn, *, finish_reason: str) -> RequestOutput:

@@ -48,7 +48,8 @@ def take(sequence: Sequence, pipeline: Pipeline, *, fingerprint: str, page_token
     options: RequestOptions = sequence.options
     num_written = 0 if sequence.pending_copy is not None else sequence.num_written
     state = None
-    if sequence.slot >= 0 and num_written > 0:
+    is_scoring = sequence.scores_prompt and not sequence.output  # its scores so far are not kept: it starts anew
+    if sequence.slot >= 0 and num_written > 0 and not is_scoring:
         pages = sequence.pages[: -(-num_written // page_tokens)]
         state = _trim(pipeline.read_request(sequence.slot, pages), len(pages))
     return RequestSnapshot(
@@ -74,6 +75,7 @@ def sequence_of(saved: RequestSnapshot, request_id: str, limits: Limits) -> Sequ
         tail_start=saved.tail_start,
         options=RequestOptions(saved.params, saved.seed),
         output=list(saved.output),
+        scores_prompt=saved.params.prompt_logprobs and not saved.output,
     )
 
 

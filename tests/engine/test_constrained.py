@@ -507,7 +507,6 @@ def test_a_name_is_taken_while_its_grammar_is_compiled(builder, tiny_model):
     assert set(finish(engine, {})) == {"a", "b"}
 
 
-@pytest.mark.xfail(reason="only add_request looks at the names of requests whose grammar is being compiled")
 @pytest.mark.parametrize("how", ["fork", "restore"])
 def test_a_name_that_is_taken_so_is_refused_for_a_fork_or_a_saved_request(builder, tiny_model, how):
     engine = tiny.tiny_engine(tiny_model)

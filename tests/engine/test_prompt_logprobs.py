@@ -27,7 +27,7 @@ LENGTHS = (1, 2, 63, 64, 65, 150)  # around a chunk and a page (64), and beyond 
 SAMPLING: dict[str, dict] = {
     "plain": {},
     "filtered": {"temperature": 0.7, "top_p": 0.9, "top_k": 60},
-    "min_p": {"min_p": 0.001, "temperature": 2.0},
+    "min_p": {"min_p": 0.2, "temperature": 2.0},
     "greedy": {"temperature": 0.0},
 }
 ASYNC = {"sync": "0", "async": "1"}
@@ -233,9 +233,7 @@ def test_a_fork_that_asks_for_them_is_refused(tiny_model):
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
-def test_a_request_that_is_saved_in_its_prompt_has_them_where_it_is_restored(
-    tiny_model, want, plain, tmp_path, num_steps
-):
+def test_a_request_restored_before_its_first_output_has_them(tiny_model, want, plain, tmp_path, num_steps):
     engine = tiny.tiny_engine(tiny_model)
     add(engine, "a", prompt_of(150), scoring())
     found = run_steps(engine, num_steps)
