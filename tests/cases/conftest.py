@@ -1,4 +1,4 @@
-"""The common ground of the cases: a model, and engines over it, for each of two weight seeds."""
+"""The common ground of the cases: a model, and engines over it, for each of two weight seeds (one without --all)."""
 
 from pathlib import Path
 
@@ -7,8 +7,10 @@ import pytest
 from deepinfer_jax import LLM
 from deepinfer_jax.testing import tiny
 
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1), id=f"weights{seed}") for seed in tiny.CASE_SEEDS]
 
-@pytest.fixture(scope="session", params=tiny.CASE_SEEDS, ids=lambda seed: f"weights{seed}")
+
+@pytest.fixture(scope="session", params=SEEDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A TinyByte model."""
     return tiny.tiny_byte_model(tmp_path_factory.mktemp("case"), seed=request.param)

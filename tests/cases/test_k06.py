@@ -55,11 +55,8 @@ def together_and_alone(llm: LLM) -> Results:
     return together
 
 
-SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1), id=f"weights{seed}") for seed in tiny.CASE_SEEDS]
-
-
-@pytest.mark.parametrize("model", SEEDS, indirect=True)
-@pytest.mark.parametrize("chunked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["chunks", "whole"])
+@pytest.mark.slow  # tests/model/test_replay.py and tests/engine/test_prefix_cache.py hold the same in short
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "whole"])
 def test_mask_equals_compact(monkeypatch: pytest.MonkeyPatch, model, chunked):
     results, rows = {}, {}
     for mode in ("off", "mask", "compact"):

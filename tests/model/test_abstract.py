@@ -43,7 +43,9 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("target", ["cpu", "nvidia"], ids=["looped", "unrolled"])
+@pytest.mark.parametrize(
+    "target", [pytest.param("cpu", id="looped"), pytest.param("nvidia", id="unrolled", marks=pytest.mark.slow)]
+)
 def test_full_size_step_lowers_without_arrays(target):
     command = [sys.executable, "-c", LOWER, str(FLASH), target, json.dumps(SIZES.__dict__)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
