@@ -21,9 +21,9 @@ SIZES = StepSizes(num_slots=16, num_pages=16 * 1024, pages_per_slot=1024, num_ro
 NUM_STATE_LEAVES = 12
 MAX_RSS_BYTES = 2 * 10**9  # of the process that lowers: code, traces and text, but no array of the model
 
-# Runs in a process of its own, so that the peak of its memory is its own.
+# Runs in a process of its own. VmHWM is the peak of that process; ru_maxrss also counts what its parent held at the fork.
 LOWER = """
-import json, resource, sys
+import json, pathlib, re, sys
 from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.describe import abstract_mesh
@@ -38,7 +38,7 @@ print(json.dumps({
     "bytes_by_pieces": step.bytes_by_pieces,
     "has_mesh": "num_partitions = 8" in text and '"dp"=8' in text,
     "num_donated": text.count("jax.buffer_donor") + text.count("tf.aliasing_output"),
-    "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "rss_bytes": int(re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024,
 }))
 """
 
