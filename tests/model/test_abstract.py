@@ -21,7 +21,7 @@ SIZES = StepSizes(num_slots=16, num_pages=16 * 1024, pages_per_slot=1024, num_ro
 NUM_STATE_LEAVES = 12
 MAX_RSS_BYTES = 2 * 10**9  # of the process that lowers: code, traces and text, but no array of the model
 
-# Runs in a process of its own. VmHWM is the peak of that process; ru_maxrss also counts what its parent held at the fork.
+# Runs in a process of its own. VmHWM is its own peak; ru_maxrss also counts what its parent held at the fork.
 LOWER = """
 import json, pathlib, re, sys
 from deepinfer_jax.config.released import load_config
