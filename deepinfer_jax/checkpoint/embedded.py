@@ -16,7 +16,7 @@ import numpy as np
 from deepinfer_jax.checkpoint import names, write
 from deepinfer_jax.config.places import cache_folder, shipped_config, writable_folder
 from deepinfer_jax.config.released import load_config
-from deepinfer_jax.model import draft_params, params
+from deepinfer_jax.model import draft_params, leaves, params, vision_params
 from deepinfer_jax.text import tiny_tokenizer
 
 CONFIG_NAME = "model/tiny.json"
@@ -68,7 +68,7 @@ def _move_into_place(draft: Path, ready: Path) -> None:
 
 def _digest() -> str:
     """Changes with everything that determines the files: the shape, the seed, and the code that writes them."""
-    sources = (params, draft_params, names, write, tiny_tokenizer)
+    sources = (leaves, params, draft_params, vision_params, names, write, tiny_tokenizer)
     digest = hashlib.sha256(f"{SEED} {EXTRA_TOKENS} {np.__version__}".encode())
     for file in (shipped_config(CONFIG_NAME), *(Path(str(module.__file__)) for module in sources)):
         digest.update(file.read_bytes())

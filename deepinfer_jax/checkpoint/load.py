@@ -16,8 +16,10 @@ from deepinfer_jax.checkpoint.shards import Shards, check_coverage, open_shards
 from deepinfer_jax.checkpoint.transform import leaf_sources, read_slice, zero_padded
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.released import load_config
-from deepinfer_jax.model.draft_params import param_schema, with_random_draft
-from deepinfer_jax.model.params import LeafSpec, Params, build_params, init_params, leaf_at
+from deepinfer_jax.model.draft_params import with_random_draft
+from deepinfer_jax.model.leaves import LeafSpec
+from deepinfer_jax.model.params import Params, build_params, init_params, leaf_at
+from deepinfer_jax.model.parts import schema_of, wanted_schema, with_random_vision
 from deepinfer_jax.model.shardings import part_sharding, placed_spec
 from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.parallel.mesh import Rules
@@ -39,12 +41,13 @@ def load_model(
     revision: str | None = None,
     progress: bool = True,
     with_draft: bool = False,
+    with_vision: bool = False,
 ) -> tuple[Params, ModelConfig]:
     """Parameters and config of a checkpoint directory or a Hugging Face id.
 
     A config file in place of a directory, or load_format="dummy", gives random parameters of that shape, drawn
     from `seed`. revision: of a Hugging Face id; None is the newest one, or the cached one without a network.
-    with_draft: see `load_params`.
+    with_draft, with_vision: see `load_params`.
     """
     needs_weights = load_format != "dummy"
     location = locate_model(path_or_id, revision=revision, needs_weights=needs_weights)
@@ -52,8 +55,17 @@ def load_model(
     if location.is_file() or not needs_weights:
         params = init_params(config, seed=seed)
         params = with_random_draft(params, config, seed=seed) if with_draft else params
+        params = with_random_vision(params, config, seed=seed) if with_vision else params
         return place_params(params, config, mesh=mesh, rules=rules), config
-    params = load_params(location, config, mesh=mesh, rules=rules, progress=progress, with_draft=with_draft)
+    params = load_params(
+        location,
+        config,
+        mesh=mesh,
+        rules=rules,
+        progress=progress,
+        with_draft=with_draft,
+        with_vision=with_vision,
+    )
     return params, config
 
 
@@ -66,13 +78,15 @@ def load_params(
     progress: bool = True,
     weights_file: str | Path | None = None,
     with_draft: bool = False,
+    with_vision: bool = False,
 ) -> Params:
     """The text network of a checkpoint directory, in its stored form, on the devices of `mesh`.
 
-    Every tensor of the checkpoint is checked against the config before the first one is read; vision tensors are
-    checked and left out, and so are draft tensors without `with_draft`; `Params.draft` is None then, and for a model
-    that has no draft stages. Without a mesh, arrays are on the default device, uncommitted. On a mesh,
-    Engram tables get zero rows up to a multiple of the devices that share them; no other size is changed.
+    Every tensor of the checkpoint is checked against the config before the first one is read. Draft tensors are left
+    out without `with_draft`, and `Params.draft` is None then, and for a model that has no draft stages; vision tensors
+    and `Params.vision` in the same way without `with_vision`. Without a mesh, arrays are on the default device,
+    uncommitted. On a mesh, Engram tables get zero rows up to a multiple of the devices that share them; no other size
+    is changed.
     weights_file: one safetensors file instead of the files of the directory. Weights without scales (BF16 or F32)
     become a `ScaledArray` with scale None. Raises ValueError, naming tensor and file, for whatever does not fit.
     """
@@ -81,7 +95,7 @@ def load_params(
     shards = open_shards(directory, weights_file=file)
     check_coverage(shards, expected_tensors(config, is_quantized=shards.is_quantized))
     compressed = _token_map(directory, config)
-    wanted = param_schema(config, with_draft=with_draft)
+    wanted = wanted_schema(config, with_draft=with_draft, with_vision=with_vision)
     specs = {spec.path: placed_spec(spec, mesh, rules) for spec in wanted}
     for spec in specs.values():
         _check_shardings(spec, mesh, rules)
@@ -109,7 +123,7 @@ def place_params(params: Params, config: ModelConfig, *, mesh: Mesh | None, rule
     if mesh is None:
         return params
     leaves: dict[str, Any] = {}
-    for spec in param_schema(config, with_draft=params.draft is not None):
+    for spec in schema_of(params, config):
         placed = placed_spec(spec, mesh, rules)
         leaf = leaf_at(params, spec.path)
         if not isinstance(leaf, ScaledArray):

@@ -1,8 +1,7 @@
 """The released tensor names, and the shape and dtype of every tensor that a released checkpoint holds.
 
-This file is the only place that spells a name. The tensors of the text backbone and of the draft stages come from
-the parameter schemas; the vision tower and the aligner have no schema here and are listed (spec: checkpoint 2,
-vision 2, dspark 2).
+This file is the only place that spells a name; shapes and storage come from the parameter schemas (spec:
+checkpoint 2, vision 2, dspark 2).
 """
 
 import dataclasses
@@ -11,8 +10,9 @@ import math
 from collections.abc import Iterator
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model.draft_params import param_schema
-from deepinfer_jax.model.params import DRAFT_PREFIX, LeafSpec, Storage
+from deepinfer_jax.model.leaves import LeafSpec, Storage
+from deepinfer_jax.model.params import DRAFT_PREFIX
+from deepinfer_jax.model.parts import wanted_schema
 
 # Leaves of the parameter tree that no checkpoint holds.
 DERIVED_LEAVES = frozenset({"engram.token_map"})
@@ -69,6 +69,27 @@ _DRAFT_NAMES: dict[str, str] = {
     "markov.head": "mtp.{last}.markov_head.head.weight",
     "confidence": "mtp.{last}.confidence_head.proj.weight",
 }
+# Everything behind an image; {block}: of the tower.
+_VISION_NAMES: dict[str, str] = {
+    "vision.patch_embed.weight": "vision.patch_embed.proj.weight",
+    "vision.patch_embed.bias": "vision.patch_embed.proj.bias",
+    "vision.blocks.norm1": "vision.blocks.{block}.norm1.weight",
+    "vision.blocks.wqkv.weight": "vision.blocks.{block}.attn.wqkv.weight",
+    "vision.blocks.wqkv.bias": "vision.blocks.{block}.attn.wqkv.bias",
+    "vision.blocks.wo.weight": "vision.blocks.{block}.attn.wo.weight",
+    "vision.blocks.wo.bias": "vision.blocks.{block}.attn.wo.bias",
+    "vision.blocks.norm2": "vision.blocks.{block}.norm2.weight",
+    "vision.blocks.w1": "vision.blocks.{block}.mlp.w1.weight",
+    "vision.blocks.w2": "vision.blocks.{block}.mlp.w2.weight",
+    "vision.norm": "vision.norm.weight",
+    "vision.aligner.w1.weight": "aligner.w1.weight",
+    "vision.aligner.w1.bias": "aligner.w1.bias",
+    "vision.aligner.w2.weight": "aligner.w2.weight",
+    "vision.aligner.w2.bias": "aligner.w2.bias",
+    "vision.image_start": "image_start",
+    "vision.image_newline": "image_newline",
+    "vision.image_end": "image_end",
+}
 
 _GROUPS: dict[str, str] = {  # longest matching prefix of a schema path -> group of the inventory
     "embed": "embed and head",
@@ -86,6 +107,11 @@ _GROUPS: dict[str, str] = {  # longest matching prefix of a schema path -> group
     "moe.shared": "shared experts",
     "engram": "Engram",
     "draft": "mtp",
+    "vision": "vision",
+    "vision.aligner": "aligner",
+    "vision.image_start": "image span",
+    "vision.image_newline": "image span",
+    "vision.image_end": "image span",
 }
 _DTYPES: dict[Storage, str] = {
     "fp8": "F8_E4M3",
@@ -132,6 +158,8 @@ def payload_name(spec: LeafSpec, config: ModelConfig, lead: tuple[int, ...] = ()
     """The name of the tensor at these leading indices of a leaf."""
     if spec.path in _WHOLE_NAMES:
         return _WHOLE_NAMES[spec.path]
+    if spec.path in _VISION_NAMES:
+        return _VISION_NAMES[spec.path].format(block=spec.stack[lead[0]] if spec.stack is not None else -1)
     path, block = spec.path.removeprefix(DRAFT_PREFIX), "mtp" if spec.path.startswith(DRAFT_PREFIX) else "layers"
     if block == "mtp" and path in _DRAFT_NAMES:
         return _DRAFT_NAMES[path].format(last=config.num_nextn_predict_layers - 1)
@@ -211,7 +239,7 @@ def _is_flexible(name: str) -> bool:
 
 
 def _kinds(config: ModelConfig) -> Iterator[_Kind]:
-    for spec in param_schema(config, with_draft=True):
+    for spec in wanted_schema(config, with_draft=True, with_vision=True):
         if spec.path not in DERIVED_LEAVES:
             num_lead = num_lead_axes(spec)
             leads = itertools.product(*map(range, spec.shape[:num_lead]))
@@ -221,36 +249,7 @@ def _kinds(config: ModelConfig) -> Iterator[_Kind]:
                 shape=spec.shape[num_lead:],
                 group=_group(spec.path),
             )
-    yield from _vision(config)
 
 
 def _group(path: str) -> str:
     return _GROUPS[max((p for p in _GROUPS if path == p or path.startswith(f"{p}.")), key=len)]
-
-
-def _vision(config: ModelConfig) -> Iterator[_Kind]:
-    v, d = config.vision, config.hidden_size
-    width, inner = v.hidden_size, v.intermediate_size
-    yield from _linear("vision.patch_embed.proj", width, 3 * v.patch_size**2, "vision")
-    for block in range(v.num_hidden_layers):
-        prefix = f"vision.blocks.{block}"
-        yield _one(f"{prefix}.norm1.weight", (width,), "vision")
-        yield _one(f"{prefix}.norm2.weight", (width,), "vision")
-        yield from _linear(f"{prefix}.attn.wqkv", 3 * width, width, "vision")
-        yield from _linear(f"{prefix}.attn.wo", width, width, "vision")
-        yield _one(f"{prefix}.mlp.w1.weight", (2 * inner, width), "vision")
-        yield _one(f"{prefix}.mlp.w2.weight", (width, inner), "vision")
-    yield _one("vision.norm.weight", (width,), "vision")
-    yield from _linear("aligner.w1", d, v.downsample_ratio**2 * width, "aligner")
-    yield from _linear("aligner.w2", d, d, "aligner")
-    for name in ("image_start", "image_newline", "image_end"):
-        yield _one(name, (d,), "image span")
-
-
-def _linear(name: str, out_width: int, in_width: int, group: str) -> Iterator[_Kind]:
-    yield _one(f"{name}.weight", (out_width, in_width), group)
-    yield _one(f"{name}.bias", (out_width,), group)
-
-
-def _one(name: str, shape: tuple[int, ...], group: str, storage: Storage = "bf16") -> _Kind:
-    return _Kind(names=(name,), storage=storage, shape=shape, group=group)

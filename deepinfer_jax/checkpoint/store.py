@@ -9,9 +9,11 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.checkpoint.write import released_config
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model.draft_params import param_schema
-from deepinfer_jax.model.params import DRAFT_PREFIX, LeafSpec, Params, build_params, leaf_at
+from deepinfer_jax.model.leaves import LeafSpec
+from deepinfer_jax.model.params import DRAFT_PREFIX, Params, build_params, leaf_at
+from deepinfer_jax.model.parts import schema_of, wanted_schema
 from deepinfer_jax.model.shardings import part_sharding, placed_spec
+from deepinfer_jax.model.vision_params import VISION_PREFIX
 from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.parallel.mesh import PADDED_AXES, Rules
 
@@ -21,7 +23,7 @@ _CONFIG_KEY = "config"
 def save_params(params: Params, config: ModelConfig, directory: str | Path) -> None:
     """Writes the parameters, one entry for each array, and the config they belong to.
 
-    Draft stages are written where `params` has them.
+    Draft stages and the vision encoder are written where `params` has them.
     Every process of a multi-process run calls it and writes what its devices hold. The directory must not exist.
     """
     import orbax.checkpoint as ocp
@@ -29,8 +31,7 @@ def save_params(params: Params, config: ModelConfig, directory: str | Path) -> N
     target = Path(directory).absolute()
     if target.exists():
         raise ValueError(f"{target} exists already; remove it or save to another directory")
-    specs = param_schema(config, with_draft=params.draft is not None)
-    tree = {spec.path: _parts(leaf_at(params, spec.path)) for spec in specs}
+    tree = {spec.path: _parts(leaf_at(params, spec.path)) for spec in schema_of(params, config)}
     args = ocp.args.PyTreeSave(tree, custom_metadata={_CONFIG_KEY: released_config(config)})
     # Cutting replicated arrays into one piece for each device would compile a program for each of them.
     registry = ocp.type_handlers.create_type_handler_registry(
@@ -50,8 +51,8 @@ def restore_params(
 ) -> Params:
     """The saved parameters on `mesh` (None: the default device), whatever mesh they were saved from.
 
-    Draft stages are there if they were saved. Each device reads its own shard. Zero rows that a mesh needs at the end
-    of Engram tables are added or dropped; all other bits are those that were saved.
+    Draft stages and the vision encoder are there if they were saved. Each device reads its own shard. Zero rows that a
+    mesh needs at the end of Engram tables are added or dropped; all other bits are those that were saved.
     Raises ValueError when the config or a shape differs.
     """
     import orbax.checkpoint as ocp
@@ -65,7 +66,11 @@ def restore_params(
             raise ValueError(f"{source} holds no parameters that save_params wrote")
         _check_config(source, metadata.custom_metadata[_CONFIG_KEY], config)
         saved = metadata.tree
-        specs = param_schema(config, with_draft=any(path.startswith(DRAFT_PREFIX) for path in saved))
+        specs = wanted_schema(
+            config,
+            with_draft=any(path.startswith(DRAFT_PREFIX) for path in saved),
+            with_vision=any(path.startswith(VISION_PREFIX) for path in saved),
+        )
         wanted: dict[str, Any] = {}
         for spec in specs:
             placed = placed_spec(spec, mesh, rules)

@@ -1,7 +1,7 @@
 """Parameters -> a checkpoint in the released format: tiny, random and embedded models, and tests.
 
-A `Params` tree holds the text backbone, and the draft stages if they were asked for. A released checkpoint has both,
-the vision tower and the aligner; `extras` says what the written one has in place of what the tree lacks.
+A `Params` tree holds the text backbone, and the draft stages and the vision encoder if they were asked for. A released
+checkpoint has all three; `extras` says what the written one has in place of what the tree lacks.
 """
 
 import dataclasses
@@ -25,8 +25,9 @@ from deepinfer_jax.checkpoint.names import (
 )
 from deepinfer_jax.checkpoint.shards import DTYPES, INDEX_NAME
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model.draft_params import param_schema
-from deepinfer_jax.model.params import LeafSpec, Params, leaf_at
+from deepinfer_jax.model.leaves import LeafSpec
+from deepinfer_jax.model.params import Params, leaf_at
+from deepinfer_jax.model.parts import schema_of
 from deepinfer_jax.ops.quant import ScaledArray
 
 # "random": seeded values under every released name, so that the inventory is complete. "none": the parameters only,
@@ -58,7 +59,7 @@ def write_released(
 ) -> None:
     """Writes config.json, the safetensors files and their index; copies `tokenizer` to tokenizer.json if given.
 
-    extras: what to write for the tensors that `params` lacks: vision, and draft stages where it has none; random ones
+    extras: what to write for the tensors that `params` lacks: draft stages and vision where it has none; random ones
     come from `seed`.
     Tensors are dealt to the files in order, in runs of about equal bytes. Rows that a mesh added to Engram tables are
     not written. The parameters must be in their packed form and fit on this host.
@@ -161,12 +162,13 @@ def _runs(tensors: Mapping[str, np.ndarray], num_runs: int) -> list[list[str]]:
 
 def _own_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     expected = expected_tensors(config)
-    for spec in param_schema(config, with_draft=params.draft is not None):
+    for spec in schema_of(params, config):
         if spec.path in DERIVED_LEAVES:
             continue
         leaf = leaf_at(params, spec.path)
         payload = leaf.payload if isinstance(leaf, ScaledArray) else leaf
-        if payload.dtype != spec.dtype:
+        accepted = expected[payload_name(spec, config, (0,) * num_lead_axes(spec))].dtypes
+        if payload.dtype != spec.dtype and _DTYPE_NAMES[payload.dtype] not in accepted:
             raise ValueError(
                 f"leaf {spec.path} is {payload.dtype}, the released form is {spec.dtype}; "
                 "only packed parameters can be written"

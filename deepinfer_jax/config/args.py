@@ -29,8 +29,8 @@ class EngineArgs:
     """Arguments of an engine (spec: interface 6); None means not given.
 
     Wrong types raise TypeError and values outside their range ValueError, naming the field.
-    `model` None is the embedded model. `batch_invariant`, `device`, `kernels` and `numerics` are
-    the variables of the same meaning. The mesh is (data parallel, context parallel). Prompts of more
+    `model` None is the embedded model. `batch_invariant`, `device`, `kernels`, `numerics`,
+    `num_draft_tokens`, `spec_mode` and `varlen_verification` are the variables of the same meaning. The mesh is (data parallel, context parallel). Prompts of more
     than `ignore_len` tokens end as too long; `gpu_memory_utilization` is the share of the device's
     memory for weights and caches, and `num_kv_tokens` sets the capacity of the main KV instead.
     """
@@ -69,6 +69,9 @@ class EngineArgs:
     numerics: str | None = None
     kernels: str | None = None
     batch_invariant: bool | None = None
+    num_draft_tokens: int | None = None
+    spec_mode: str | None = None
+    varlen_verification: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer"):
@@ -84,14 +87,15 @@ _OPTIONAL = frozenset(f.name for f in dataclasses.fields(EngineArgs) if f.defaul
 _CHECKS: dict[str, tuple[type, int | None]] = {
     **dict.fromkeys(("model", "served_model_name", "tokenizer", "load_format"), (str, None)),
     **dict.fromkeys(("revision", "tokenizer_revision", "dtype"), (str, None)),
-    **dict.fromkeys(("device", "numerics", "kernels"), (str, None)),
+    **dict.fromkeys(("device", "numerics", "kernels", "spec_mode"), (str, None)),
     **dict.fromkeys(("trust_remote_code", "disable_log_stats", "chunked_prefill"), (bool, None)),
-    **dict.fromkeys(("stop_preempted_request", "offline_inference", "batch_invariant"), (bool, None)),
+    **dict.fromkeys(("stop_preempted_request", "offline_inference"), (bool, None)),
+    **dict.fromkeys(("batch_invariant", "varlen_verification"), (bool, None)),
     "engine_type": (EngineType, None),
     "seed": (int, None),
     "tokens_per_block": (int, -1),
     **dict.fromkeys(("data_parallel_size", "engram_parallel_size"), (int, 0)),
-    **dict.fromkeys(("engine_rank", "engine_group_rank", "lookahead_tokens"), (int, 0)),
+    **dict.fromkeys(("engine_rank", "engine_group_rank", "lookahead_tokens", "num_draft_tokens"), (int, 0)),
     **dict.fromkeys(("context_parallel_size", "expert_parallel_size"), (int, 1)),
     **dict.fromkeys(("tensor_parallel_size", "max_model_len", "max_num_seqs"), (int, 1)),
     **dict.fromkeys(("max_num_batched_tokens", "ignore_len", "num_kv_tokens"), (int, 1)),

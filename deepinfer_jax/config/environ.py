@@ -18,7 +18,7 @@ from deepinfer_jax.config.runtime import NumericsName
 
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
 # Names in use: model, replay, kernels, engine, sampling, speculation, sharding, vision, transport, Ascend.
-LANDED: frozenset[str] = frozenset({"model", "replay", "engine", "sampling"})
+LANDED: frozenset[str] = frozenset({"model", "replay", "engine", "sampling", "speculation"})
 
 PREFIX = "DEEPINFER_"
 PROCESS_ENVIRON: Mapping[str, str] = os.environ
@@ -134,7 +134,8 @@ _TABLE = (
              "history kept for going back, at least drafts + 1",
              derive=("DEEPINFER_USE_NEXTN_DECODE", lambda value, drafts: max(value, drafts + 1))),
     Variable("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", forms.TEMPERATURES, 1.0, "speculation",
-             "temperature of the confidence head, one or one per draft position"),
+             "temperature of the confidence head, one or one per draft position",
+             field="confidence_temperatures"),
     Variable("DEEPINFER_ENGRAM_PAD_TOKEN", COUNT, 2, "model", "pad id for n-gram windows"),
     Variable("DEEPINFER_ENGRAM_FORCE_GPU_STORAGE", BOOL, False, "sharding",
              "Engram tables on the device instead of the host", field="engram_on_device"),
@@ -145,9 +146,9 @@ _TABLE = (
     Variable("DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL", STEPS, 8, "engine",
              "spacing of decode buckets", field="decode_bucket_interval"),
     Variable("DEEPINFER_DFLASH_ENFORCE_EAGER", BOOL, False, "speculation",
-             "no draft buckets compiled ahead", field="draft_enforce_eager"),
+             "where tokens are drafted, no steps compiled ahead", field="draft_enforce_eager"),
     Variable("DEEPINFER_DFLASH_CUDAGRAPH_BATCH_SIZE_INTERVAL", STEPS, 8, "speculation",
-             "spacing of the draft model's buckets", field="draft_bucket_interval"),
+             "where tokens are drafted, spacing of decode buckets", field="draft_bucket_interval"),
     Variable("DEEPINFER_DECODE_PERF_CACHE_DIR", TEXT, None, "speculation",
              "cache for the decode performance curve", field="decode_cost_cache_dir"),
     Variable("DEEPINFER_DECODE_PERF_CACHE_TTL_SEC", COUNT, 3600, "speculation",

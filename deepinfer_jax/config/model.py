@@ -98,6 +98,7 @@ class ModelConfig:
         _check_experts(self)
         _check_engram(self)
         _check_draft(self)
+        _check_vision(self.vision)
         _check_tokens(self)
 
     @property
@@ -262,6 +263,18 @@ def _check_draft(c: ModelConfig) -> None:
     _require(
         c.dspark_noise_token_id < c.vocab_size,
         f"dspark_noise_token_id={c.dspark_noise_token_id} is outside vocab_size={c.vocab_size}",
+    )
+
+
+def _check_vision(v: VisionConfig) -> None:
+    _require(
+        v.hidden_size % (4 * v.num_attention_heads) == 0,
+        f"vision_config.hidden_size={v.hidden_size} is not a multiple of 4 * num_attention_heads="
+        f"{4 * v.num_attention_heads}: half of the pairs of a head turn by row, half by column",
+    )
+    _require(
+        v.max_image_tokens >= 4,
+        f"vision_config.max_image_tokens={v.max_image_tokens} is below 4: one token, its newline, start and end",
     )
 
 

@@ -65,6 +65,13 @@ class EngineConfig:
     engram_pad_token: int
     enforce_eager: bool
     num_draft_tokens: int
+    spec_mode: str
+    varlen_verification: bool
+    confidence_temperatures: float | tuple[float, ...]  # one, or one for each draft
+    decode_cost_cache_dir: str | None
+    decode_cost_cache_ttl_s: int
+    draft_enforce_eager: bool
+    draft_bucket_interval: int  # requests
     max_backtracking_tokens: int
     replay_mode: str
     replay_keep_tokens: int

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from deepinfer_jax.engine.outputs import Drawn, Emitter, RequestOutput
+from deepinfer_jax.engine.outputs import Drawn, Emitter, RequestOutput, Round
 from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.scheduler import sequence as scheduling
 from deepinfer_jax.scheduler.plan import Plan
@@ -73,12 +73,12 @@ class Answers:
         if self._hooks is not None:
             self._hooks.post_schedule(plan)
 
-    def took_tokens(self, sequence: scheduling.Sequence, drawn: Sequence[Drawn]) -> None:
+    def took_tokens(self, sequence: scheduling.Sequence, drawn: Sequence[Drawn], step: Round) -> None:
         """Outputs for tokens that a request has just taken; a stop string among them ends it."""
         emitter = self._emitters[sequence.request_id]
         for index, one in enumerate(drawn, start=1):
             reason = sequence.finish_reason if index == len(drawn) else ""
-            output = emitter.emit(one, finish_reason=reason)
+            output = emitter.emit(one, finish_reason=reason, step=step, place=index, num_taken=len(drawn))
             self._put(output)
             if output.finished and output.finish_reason != reason:
                 if sequence.finish_reason:

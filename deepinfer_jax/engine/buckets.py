@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 TILE = 8  # sizes are multiples of it
-PREFILL_LOGIT_ROWS = 8  # prompts that may end in one prefill step, where that is a size of its own
+PREFILL_REQUESTS = 8  # prompts in one prefill step, where that is a size of its own
 FIRST_PAGES = 16  # page table columns of the narrowest step
 GROWTH = 4  # from one size to the next
 FIRST_PREFILL_ROWS = 64
@@ -19,55 +19,66 @@ class StepShape:
     num_rows: int
     num_logits: int
     num_pages: int  # columns of the page table
+    num_chunks: int  # requests that have rows
     num_tail: int | None = None  # room for the rows that run the decoder layers under compact replay; None: all rows
 
     @property
     def name(self) -> str:
         """The shape in one word, for statistics."""
         tail = "" if self.num_tail is None else f"-tail{self.num_tail}"
-        return f"rows{self.num_rows}-logits{self.num_logits}-pages{self.num_pages}{tail}"
+        return f"rows{self.num_rows}-logits{self.num_logits}-pages{self.num_pages}-requests{self.num_chunks}{tail}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buckets:
     """The allowed sizes, each ascending.
 
+    decode: requests and rows of a decode step, by requests and then by rows.
     skips_padding: padding rows are not computed, so that one size serves prefill and decode steps alike.
     """
 
     prefill_rows: tuple[int, ...]
-    decode_rows: tuple[int, ...]
+    decode: tuple[tuple[int, int], ...]
     pages: tuple[int, ...]
     skips_padding: bool
 
     @property
-    def prefill_logits(self) -> int:
-        """Logit rows of a prefill step."""
-        return self.decode_rows[-1] if self.skips_padding else PREFILL_LOGIT_ROWS
+    def decode_rows(self) -> tuple[int, ...]:
+        """Rows of decode steps."""
+        return tuple(sorted({rows for _, rows in self.decode}))
+
+    @property
+    def prefill_requests(self) -> int:
+        """Requests of a prefill step."""
+        return self.decode[-1][0] if self.skips_padding else PREFILL_REQUESTS
 
     @property
     def first(self) -> StepShape:
         """The smallest decode step."""
-        return self.shape_of(1, 1, is_prefill=False)
+        return self.shape_of(1, 1, num_chunks=1, is_prefill=False)
 
     def shape_of(
         self,
         num_rows: int,
         num_pages: int,
         *,
+        num_chunks: int,
         is_prefill: bool,
         num_logits: int = 0,
         num_tail_rows: int | None = None,
     ) -> StepShape:
-        """The smallest step with room for these rows, logit rows and pages, and for the tail where it is not all."""
-        rows = _smallest(self.prefill_rows if is_prefill else self.decode_rows, num_rows)
+        """The smallest step with room for these rows, requests, logit rows and pages, and for the tail if not all."""
+        if is_prefill:
+            chunks, rows = self.prefill_requests, _smallest(self.prefill_rows, num_rows)
+        else:
+            chunks, rows = next(size for size in self.decode if size[0] >= num_chunks and size[1] >= num_rows)
         pages = _smallest(self.pages, num_pages)
         tail = None
         if num_tail_rows is not None and num_tail_rows < num_rows:
             tail = _smallest(self._tails(rows), num_tail_rows)
             tail = None if tail == rows and not self.skips_padding else tail
         logits = self._logits_of(rows, is_prefill=is_prefill)
-        return StepShape(rows, logits if num_logits <= logits else rows, pages, tail)
+        return StepShape(rows, logits if num_logits <= logits else rows, pages, chunks, tail)
 
     def computed_rows(self, shape: StepShape, num_rows: int) -> int:
         """Rows that a step computes for so many live ones."""
@@ -77,19 +88,20 @@ class Buckets:
         """Every step that can occur, the most frequent first."""
         shapes: dict[StepShape, None] = {}
         for pages in self.pages:
-            for is_prefill, sizes in ((False, self.decode_rows), (True, self.prefill_rows)):
-                for rows in sizes:
-                    logits = self._logits_of(rows, is_prefill=is_prefill)
-                    shapes[StepShape(rows, logits, pages)] = None
-                    for tail in self._tails(rows) if is_compact and is_prefill else ():
-                        if tail < rows or self.skips_padding:
-                            shapes[StepShape(rows, logits, pages, tail)] = None
+            for chunks, rows in self.decode:
+                shapes[StepShape(rows, self._logits_of(rows, is_prefill=False), pages, chunks)] = None
+            for rows in self.prefill_rows:
+                logits, chunks = self._logits_of(rows, is_prefill=True), self.prefill_requests
+                shapes[StepShape(rows, logits, pages, chunks)] = None
+                for tail in self._tails(rows) if is_compact else ():
+                    if tail < rows or self.skips_padding:
+                        shapes[StepShape(rows, logits, pages, chunks, tail)] = None
         return list(shapes)
 
     def _logits_of(self, rows: int, *, is_prefill: bool) -> int:
         if self.skips_padding:
             return self.decode_rows[-1] if is_prefill else rows
-        return PREFILL_LOGIT_ROWS if is_prefill else rows
+        return PREFILL_REQUESTS if is_prefill else rows
 
     def _tails(self, rows: int) -> tuple[int, ...]:
         """Sizes of the tail in a step of so many rows."""
@@ -99,29 +111,33 @@ class Buckets:
 def make_buckets(
     *,
     max_prefill_rows: int,
-    max_decode_rows: int,
+    max_requests: int,
     max_pages: int,
     skips_padding: bool,
+    rows_per_request: tuple[int, ...] = (1,),
     decode_interval: int | None = None,
 ) -> Buckets:
-    """Sizes up to these limits, which need not be sizes themselves; decode_interval: every multiple of it."""
+    """Sizes up to these limits, which need not be sizes themselves.
+
+    rows_per_request: rows of a decode step, as multiples of its requests. decode_interval: every multiple of it is a
+    number of requests.
+    """
     pages = _ladder(FIRST_PAGES, max_pages, multiple=1)
-    interval = None if decode_interval is None else -(-decode_interval // TILE) * TILE
+    interval = None if decode_interval is None else _round_up(decode_interval, TILE)
     if interval is not None:
-        decode_rows = tuple(range(interval, max_decode_rows + interval, interval))
-    elif skips_padding:
-        decode_rows = (_round_up(max(max_decode_rows, min(max_prefill_rows, FIRST_PREFILL_ROWS)), TILE),)
+        requests = tuple(range(interval, max_requests + interval, interval))
     else:
-        decode_rows = _ladder(TILE, max_decode_rows, multiple=TILE)
+        requests = (_round_up(max_requests, TILE),) if skips_padding else _ladder(TILE, max_requests, multiple=TILE)
     if skips_padding:
-        prefill_rows = _ladder(decode_rows[-1], max(max_prefill_rows, decode_rows[-1]), multiple=TILE)
+        least = 0 if interval is not None else min(max_prefill_rows, FIRST_PREFILL_ROWS)
+        decode = tuple((size, _round_up(max(size * rows_per_request[-1], least), TILE)) for size in requests)
+        last = decode[-1][1]
+        prefill_rows = _ladder(last, max(max_prefill_rows, last), multiple=TILE)
     else:
+        decode = tuple((size, size * rows) for size in requests for rows in rows_per_request)
         prefill_rows = (TILE, *_ladder(FIRST_PREFILL_ROWS, max_prefill_rows, multiple=TILE))
     return Buckets(
-        prefill_rows=tuple(sorted(set(prefill_rows))),
-        decode_rows=decode_rows,
-        pages=pages,
-        skips_padding=skips_padding,
+        prefill_rows=tuple(sorted(set(prefill_rows))), decode=decode, pages=pages, skips_padding=skips_padding
     )
 
 

@@ -1,16 +1,12 @@
 """What ties a request's next token to its tokens so far: grammars, lists of tokens, penalties.
 
-Such rows need the host between forward and sampling. Grammars are compiled on threads of their own.
+Such rows need the host between forward and sampling (`masking.py`). Grammars are compiled on threads of their own.
 """
 
 import contextlib
 import dataclasses
 from collections import abc
 from collections.abc import Iterable
-
-import jax
-import numpy as np
-from jaxtyping import UInt32
 
 from deepinfer_jax.config.args import EngineConfig
 from deepinfer_jax.config.model import ModelConfig
@@ -22,17 +18,16 @@ from deepinfer_jax.sampling.grammar import (
     GrammarPool,
     GrammarTicket,
     GrammarTimeout,
+    MaskLog,
+    check_ids,
     parse_so_args,
     vocabulary_of,
 )
-from deepinfer_jax.sampling.logits import Edits
 from deepinfer_jax.sampling.params import SamplingParams
-from deepinfer_jax.scheduler.plan import Chunk, RankPlan
 from deepinfer_jax.scheduler.sequence import Sequence
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 GRAMMAR_FAILED = "xgrammar runtime errors or timeout"  # the finish reason's name in the interface (5.6)
-_EDIT_SIZES = (64, 1024, 16384)  # compiled numbers of edited tokens in a row; beyond them the whole vocabulary
 
 
 class Constraints:
@@ -45,7 +40,8 @@ class Constraints:
     def compile(self, params: SamplingParams) -> GrammarTicket | None:
         """Starts to compile the grammar of a request, None for one without.
 
-        Raises ValueError for bad so_args, and for options about texts where there is no tokenizer.
+        Raises ValueError for so_args with bad entries or with ids beyond the vocabulary, and for options about texts
+        where there is no tokenizer.
         """
         for field in ("stop", "bad_words"):
             if getattr(params, field):
@@ -53,6 +49,7 @@ class Constraints:
         if params.so_args is None:
             return None
         request = parse_so_args(params.so_args)
+        check_ids(request, self._model.vocab_size)
         if self._pool is None:
             tokenizer, config = self._require_tokenizer("so_args"), self._config
             self._pool = GrammarPool(
@@ -61,13 +58,23 @@ class Constraints:
                 timeout_s=float(config.xgrammar_timeout),
                 cache_bytes=None if config.xgrammar_disable_cache else config.grammar_cache_bytes,
                 whitespace=config.grammar_whitespace,
+                is_verbose=config.xgrammar_debug,
             )
         return self._pool.submit(request)
 
     def build(
-        self, params: SamplingParams, prompt: abc.Sequence[int], grammar: Grammar | None, output: Iterable[int] = ()
+        self,
+        params: SamplingParams,
+        prompt: abc.Sequence[int],
+        grammar: Grammar | None,
+        output: Iterable[int] = (),
+        *,
+        name: str = "a fork or a restored request",
     ) -> DrawState | None:
-        """The state behind these output tokens; None for a request whose draws need nothing from the host."""
+        """The state behind these output tokens; None for a request whose draws need nothing from the host.
+
+        name: of the request, in logs about its grammar.
+        """
         words = params.bad_words or ()
         state = DrawState(
             params,
@@ -76,6 +83,7 @@ class Constraints:
             vocab_size=self._model.vocab_size,
             matcher=None if grammar is None else grammar.matcher(),
             bad_sequences=bad_sequences_of(words, self._require_tokenizer("bad_words")) if words else (),
+            mask_log=MaskLog(name) if grammar is not None and self._config.xgrammar_debug else None,
         )
         if not state.needs_host:
             return None
@@ -127,43 +135,9 @@ class PendingGrammars:
         for sequence in ready:
             ticket = self._pending.pop(sequence.request_id)[1]
             try:
-                state = self._constraints.build(sequence.options.params, sequence.prompt, ticket.result())
+                params, name = sequence.options.params, f"request {sequence.request_id}"
+                state = self._constraints.build(params, sequence.prompt, ticket.result(), name=name)
                 sequence.options = dataclasses.replace(sequence.options, constraint=state)
             except (ValueError, GrammarError, GrammarTimeout) as error:
                 sequence.error = error
         return ready
-
-
-def needs_host(chunk: Chunk) -> bool:
-    """Whether a chunk draws a token for which masks or edits may be needed."""
-    constraint: DrawState | None = chunk.sequence.options.constraint
-    return chunk.draws and constraint is not None and constraint.needs_host
-
-
-class MaskedRows:
-    """The masks and edits of one step."""
-
-    def __init__(self, plan: RankPlan, *, num_logits: int, vocab_size: int) -> None:
-        self.masks: UInt32[np.ndarray, "N W"] = np.full((num_logits, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
-        self.rows = [(chunk, first + chunk.num_logits - 1) for chunk, first in plan.logit_chunks if needs_host(chunk)]
-        self._vocab_size = vocab_size
-
-    def fill(self, chunk: Chunk, row: int) -> None:
-        """Writes the mask of one row. Raises GrammarError if its matcher fails."""
-        chunk.sequence.options.constraint.fill_mask(self.masks[row])
-
-    def edits(self) -> Edits | None:
-        """The edits of all rows that were not dropped meanwhile."""
-        found = [(row, chunk.sequence.options.constraint) for chunk, row in self.rows if not chunk.is_stale]
-        most = max((state.num_edits for _, state in found), default=0)
-        if not most:
-            return None
-        room = next((size for size in _EDIT_SIZES if size >= most), self._vocab_size)
-        shape = (len(self.masks), room)
-        token_ids, up = np.full(shape, -1, np.int32), np.ones(shape, np.float32)
-        down, add = np.ones(shape, np.float32), np.zeros(shape, np.float32)
-        for row, state in found:
-            for whole, own in zip((token_ids, up, down, add), state.edits(), strict=True):
-                whole[row, : len(own)] = own
-        token_ids, up, down, add = jax.device_put((token_ids, up, down, add))
-        return Edits(token_ids=token_ids, up=up, down=down, add=add)

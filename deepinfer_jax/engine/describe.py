@@ -31,7 +31,8 @@ from deepinfer_jax.engine.costs import (
     weight_reads,
 )
 from deepinfer_jax.engine.setup import locate_configured, make_runtime
-from deepinfer_jax.model.params import leaf_at, schema
+from deepinfer_jax.model.params import leaf_at
+from deepinfer_jax.model.parts import schema_of
 from deepinfer_jax.model.shardings import placed_params
 from deepinfer_jax.parallel.mesh import CP, DP
 
@@ -45,7 +46,7 @@ DERIVED_GROUP = "derived tables"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupFigures:
-    """One group of tensors; bytes on devices are 0 for groups that the text network does not load."""
+    """One group of tensors; bytes on devices are 0 for groups that are not loaded."""
 
     name: str
     num_tensors: int
@@ -95,15 +96,17 @@ def describe(
     runtime: RuntimeConfig | None = None,
     mesh: tuple[int, int] | None = None,
     engine: EngineConfig | None = None,
+    with_vision: bool = False,
 ) -> Description:
     """The figures of a shape; nothing is allocated on a device.
 
     runtime: storage of the caches and lengths of the rings, the defaults if None. mesh: (dp, cp) for bytes of one
-    device. Raises ValueError for a mesh that does not divide the arrays.
+    device. with_vision: the vision encoder is on the devices too. Raises ValueError for a mesh that does not divide
+    the arrays.
     """
     runtime = RuntimeConfig(model=config) if runtime is None else runtime
     tensors = expected_tensors(config)
-    groups = _group_figures(config, mesh, tensors)
+    groups = _group_figures(config, mesh, tensors, with_vision)
     by_dtype: dict[str, int] = {}
     for spec, count in collections.Counter(tensors.values()).items():
         by_dtype[spec.dtypes[0]] = by_dtype.get(spec.dtypes[0], 0) + spec.num_bytes * count
@@ -134,11 +137,11 @@ def _settings(engine: EngineConfig) -> tuple[Setting, ...]:
 
 
 def _group_figures(
-    config: ModelConfig, mesh: tuple[int, int] | None, tensors: Mapping[str, TensorSpec]
+    config: ModelConfig, mesh: tuple[int, int] | None, tensors: Mapping[str, TensorSpec], with_vision: bool
 ) -> tuple[GroupFigures, ...]:
     device, per_device = dict[str, int](), dict[str, int]()
-    placed = placed_params(config, abstract_mesh(*(mesh or (1, 1))))
-    for spec in schema(config):
+    placed = placed_params(config, abstract_mesh(*(mesh or (1, 1))), with_vision=with_vision)
+    for spec in schema_of(placed, config):
         group = DERIVED_GROUP
         if spec.path not in DERIVED_LEAVES:
             group = tensors[payload_name(spec, config, (0, 0))].group
@@ -271,6 +274,7 @@ def add_describe_parser(subparsers: Any) -> None:
         help="checkpoint directory, config.json or Hugging Face id; left out, the model that generate would use",
     )
     parser.add_argument("--json", action="store_true", help="write one JSON object")
+    parser.add_argument("--vision", action="store_true", help="count the vision encoder among what devices hold")
     parser.add_argument("--mesh", type=parse_mesh, metavar="DPxCP", help="also the bytes of one device of this mesh")
 
 
@@ -291,6 +295,6 @@ def run_describe(args: argparse.Namespace) -> int:
         location = locate_model(engine.model, revision=engine.revision, needs_weights=False)
     config = load_config(location)
     runtime = make_runtime(engine, config, target="cpu" if engine.device == "auto" else engine.device)
-    figures = describe(config, runtime=runtime, mesh=args.mesh, engine=engine)
+    figures = describe(config, runtime=runtime, mesh=args.mesh, engine=engine, with_vision=args.vision)
     sys.stdout.write(to_json(figures) + "\n" if args.json else to_text(figures))
     return 0

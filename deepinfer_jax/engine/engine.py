@@ -17,6 +17,7 @@ from deepinfer_jax.config.args import EngineArgs, EngineConfig, resolve
 from deepinfer_jax.engine import intake, snapshot
 from deepinfer_jax.engine.answers import Answers, EngineHooks
 from deepinfer_jax.engine.constraints import GRAMMAR_FAILED, Constraints, PendingGrammars
+from deepinfer_jax.engine.masking import make_mask_maker
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.pipeline import Pipeline
 from deepinfer_jax.engine.profiling import Profiler
@@ -78,12 +79,12 @@ class LLMEngine:
             self.pipeline,
             self._stats,
             self._answers,
-            vocab_size=self.model.vocab_size,
+            make_mask_maker(config, self.model.vocab_size, loaded.speculation.max_drafts),
             is_async=config.async_scheduling,
         )
         self._num_requests = self._num_steps = 0
         self._is_closed = False
-        if not config.enforce_eager:
+        if not (config.enforce_eager or (config.draft_enforce_eager and loaded.speculation.max_drafts)):
             self._warm_up()
 
     @classmethod
@@ -322,6 +323,7 @@ class LLMEngine:
             self._is_closed = True
             self._profiler.close()
             self._constraints.close()
+            self._loop.close()
             del self.pipeline, self.params, self._loop
 
     def _require_new(self, request_id: str) -> None:

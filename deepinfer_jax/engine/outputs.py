@@ -63,6 +63,34 @@ class Drawn:
     logprob: float
     top: tuple[tuple[float, int], ...] = ()  # (log-probability, token id), best first
     smaller_mass: float = NOT_COMPUTED
+    draft_logprob: float = NO_DRAFT  # of an accepted draft, in the drafter's distribution
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One step of a request: what its last token tells beside itself."""
+
+    num_positions: int = 1  # verified
+    confidence: tuple[float, ...] | None = None  # chances that the drafter gave to the drafts that were verified
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """The drafts behind a request's newest token."""
+
+    token_ids: list[int]
+    confidence: list[float]  # raw: the logit of the chance that a draft is accepted if those before it are
+    logprobs: list[float]  # of each draft, in the processed distribution that the drafter drew it from
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkDraws:
+    """What a step found for one chunk."""
+
+    scores: list[Drawn]  # known prompt tokens
+    tokens: list[Drawn]  # the tokens that it keeps: accepted drafts and one more
+    num_verified: int  # drafts that had a row
+    proposal: Proposal | None  # the next drafts, where tokens are drafted
 
 
 class Emitter:
@@ -95,13 +123,24 @@ class Emitter:
             self._num_tokens += 1
             self._settle(token_id)
 
-    def emit(self, drawn: Drawn, *, finish_reason: str) -> RequestOutput:
-        """The next token; with a finish reason it is the last one. A stop string that it completes makes it that."""
+    def emit(
+        self, drawn: Drawn, *, finish_reason: str, step: Round = Round(), place: int = 1, num_taken: int = 1
+    ) -> RequestOutput:
+        """The next token; with a finish reason it is the last one. A stop string that it completes makes it that.
+
+        place: of the token among the `num_taken` of its step.
+        """
         self._num_tokens += 1
         text = self._settle(drawn.token_id)
         if self._watch.found is not None:
-            return self._output(drawn, text, "stop")
-        return self._output(drawn, text + self._rest() if finish_reason else text, finish_reason)
+            finish_reason = "stop"
+        elif finish_reason:
+            text += self._rest()
+        output = self._output(drawn, text, finish_reason)
+        if place < num_taken and not output.finished:
+            return output
+        confidence = None if step.confidence is None else list(step.confidence)
+        return dataclasses.replace(output, draft_tok=step.num_positions, accept_tok=place, confidence_score=confidence)
 
     def score(self, start: int, logprobs: Sequence[float]) -> None:
         """Log-probabilities of the prompt tokens from position `start` on."""
@@ -122,6 +161,7 @@ class Emitter:
             finished=self.is_finished,
             max_num_batched_tokens=self._max_num_batched_tokens,
             token_logprobs=drawn.logprob,
+            nextn_logprobs=drawn.draft_logprob,
             top_logprobs=[logprob for logprob, _ in drawn.top],
             top_token_ids=[token_id for _, token_id in drawn.top],
             sum_smaller_probs=drawn.smaller_mass,

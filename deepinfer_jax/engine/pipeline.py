@@ -10,19 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32, Int32, UInt32
+from jaxtyping import Int32
 
 from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.buckets import StepShape
+from deepinfer_jax.engine.drafting import blank_newest, told_drafts
 from deepinfer_jax.engine.guard import no_device_reads
-from deepinfer_jax.engine.outputs import Drawn
+from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal
 from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.engine.sizes import EngineSizes
-from deepinfer_jax.engine.steps import Carried, StepResult
+from deepinfer_jax.engine.steps import Carried, Masks, StepResult
+from deepinfer_jax.model.backbone import Features
 from deepinfer_jax.model.state import PAGED_LEAVES, State, init_state
-from deepinfer_jax.sampling.logits import Edits, SampleSettings
+from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.scheduler.batching import pack_copies, pack_step
 from deepinfer_jax.scheduler.plan import Plan, RankPlan
 from deepinfer_jax.scheduler.sequence import Copy
@@ -39,8 +40,9 @@ class Launched:
     shape: StepShape
     packed: Int32[np.ndarray, " L"]
     computed_rows: Int32[jax.Array, " two"]
-    logits: Float32[jax.Array, "N V"] | None = None  # of a step that waits for masks
+    waiting: tuple[jax.Array, Features | None] | None = None  # logits and features of a step that waits for masks
     drawn: Int32[jax.Array, "three N"] | None = None
+    chunks: Int32[jax.Array, "F C"] | None = None
     best: tuple[jax.Array, jax.Array] | None = None
 
     @property
@@ -64,7 +66,8 @@ class Pipeline:
         self._model, self._sizes, self._page_table = model, sizes, page_table
         # The mode of replay is in the batch: steps of all modes share their programs.
         config = dataclasses.replace(model.runtime, replay_mode="off", replay_keep_tokens=0)
-        self._static: dict[str, Any] = {"config": config, "settings": settings}
+        self._forward: dict[str, Any] = {"config": config, "speculation": model.speculation}
+        self._static: dict[str, Any] = {**self._forward, "settings": settings}
         self._is_compact = model.runtime.replay_mode == "compact"
         self._guard: Callable[[], Any] = no_device_reads if is_guarded else contextlib.nullcontext
         self.num_encoder_rows = self.num_decoder_rows = 0  # computed so far, padding of live tiles included
@@ -84,6 +87,7 @@ class Pipeline:
         return self._sizes.buckets.shape_of(
             plan.num_rows,
             -(-plan.context_len // self._sizes.scheduler.page_tokens),
+            num_chunks=plan.num_chunks,
             is_prefill=plan.is_prefill,
             num_logits=plan.num_logits,
             num_tail_rows=plan.num_tail_rows if self._is_compact and plan.is_prefill else None,
@@ -118,10 +122,10 @@ class Pipeline:
                 self._copy(copies, next(size for size in self._copy_sizes() if size >= len(copies)))
             packed = self._pack(plan.ranks[0], shape)
             if waits_for_masks:
-                logits, computed_rows, self._carried = steps.run_forward(
-                    self._model.params, self._carried, packed, shape=shape, config=self._static["config"]
+                logits, features, computed_rows, self._carried = steps.run_forward(
+                    self._model.params, self._carried, packed, shape=shape, **self._forward
                 )
-                return Launched(plan, shape, packed, computed_rows, logits=logits)
+                return Launched(plan, shape, packed, computed_rows, waiting=(logits, features))
             result, computed_rows, self._carried = steps.run_step(
                 self._model.params, self._carried, packed, shape=shape, **self._static
             )
@@ -129,24 +133,32 @@ class Pipeline:
             self._keep(launched, result)
         return launched
 
-    def sample(self, launched: Launched, masks: UInt32[np.ndarray, "N W"], edits: Edits | None) -> None:
+    def sample(self, launched: Launched, masks: Masks) -> None:
         """Draws the tokens of a step that waits for masks, which must be the last one launched."""
-        logits = launched.logits
-        if logits is None:
+        if launched.waiting is None:
             raise AssertionError("this step does not wait for masks")
+        logits, features = launched.waiting
         with self._guard(), self._on_device():
-            result, last_drawn = steps.run_sampling(
-                logits, self._carried.last_drawn, launched.packed, masks, edits, shape=launched.shape, **self._static
+            result, self._carried = steps.run_sampling(
+                self._model.params,
+                self._carried,
+                logits,
+                features,
+                launched.packed,
+                masks,
+                shape=launched.shape,
+                **self._static,
             )
-            self._carried = Carried(state=self._carried.state, last_drawn=last_drawn)
-            launched.logits = None
+            launched.waiting = None
             self._keep(launched, result)
 
-    def read(self, launched: Launched) -> list[list[Drawn]]:
-        """Waits for a step; what each chunk with logit rows drew there. NaN where logits were not finite."""
+    def read(self, launched: Launched) -> list[ChunkDraws]:
+        """Waits for a step; what each of its chunks drew. NaN where logits were not finite."""
         if launched.drawn is None:
             raise AssertionError("a step that waits for masks was read before it was sampled")
-        drawn, computed_rows, best = jax.device_get((launched.drawn, launched.computed_rows, launched.best))
+        drawn, told, computed_rows, best = jax.device_get(
+            (launched.drawn, launched.chunks, launched.computed_rows, launched.best)
+        )
         self.num_encoder_rows += int(computed_rows[0])
         self.num_decoder_rows += int(computed_rows[1])
         token_ids, (logprobs, masses) = drawn[0].tolist(), drawn[1:].view(np.float32).tolist()
@@ -154,10 +166,24 @@ class Pipeline:
         def row(index: int, num_top: int) -> Drawn:
             return Drawn(token_ids[index], logprobs[index], _best_of(best, index, num_top), masses[index])
 
-        return [
-            [row(i, chunk.sequence.options.params.top_logprobs) for i in range(first, first + chunk.num_logits)]
-            for chunk, first in launched.plan.ranks[0].logit_chunks
-        ]
+        found: list[ChunkDraws] = []
+        first = 0
+        for index, chunk in enumerate(launched.plan.ranks[0].chunks):
+            num_kept, verified = told[:2, index].tolist()
+            end = first + chunk.num_logits - chunk.num_drafts + verified
+            rows = [row(i, chunk.sequence.options.params.top_logprobs) for i in range(first, end)]
+            first_draw = len(rows) - 1 - verified if chunk.draws else len(rows)
+            proposal = Proposal(*told_drafts(told[2:], index)) if chunk.draws and len(told) > 2 else None
+            found.append(
+                ChunkDraws(
+                    scores=rows[:first_draw],
+                    tokens=rows[first_draw : first_draw + num_kept],
+                    num_verified=verified,
+                    proposal=proposal,
+                )
+            )
+            first = end
+        return found
 
     def read_request(self, slot: int, pages: Sequence[int]) -> State:
         """What a request has on the device, on the host: its rings and pages. Waits for all launched steps."""
@@ -192,8 +218,8 @@ class Pipeline:
         if most:
             count = next(size for size in _TOP_COUNTS if size >= most)
             launched.best = steps.best_tokens(result.logprobs, count=count)
-        launched.drawn = result.drawn  # the distributions themselves are dropped here
-        for array in jax.tree.leaves((launched.drawn, launched.computed_rows, launched.best)):
+        launched.drawn, launched.chunks = result.drawn, result.chunks  # the distributions are dropped here
+        for array in jax.tree.leaves((launched.drawn, launched.chunks, launched.computed_rows, launched.best)):
             array.copy_to_host_async()
 
     def _copy(self, copies: Sequence[Copy], num_copies: int) -> None:
@@ -208,20 +234,26 @@ class Pipeline:
         return pack_step(
             plan,
             self._page_table,
-            num_rows=shape.num_rows,
-            num_logits=shape.num_logits,
+            num_chunks=shape.num_chunks,
+            num_tokens=shape.num_rows,
             num_pages=shape.num_pages,
-            num_tail=shape.num_tail or 0,
+            max_drafts=self._model.speculation.max_drafts,
         )
 
     def _on_device(self) -> Any:
         return jax.default_device(self._model.device)
 
     def _blank(self) -> Carried:
-        num_slots, num_pages = self._sizes.num_state_slots, self._sizes.scheduler.num_pages
+        num_slots, speculation = self._sizes.num_state_slots, self._model.speculation
         with self._on_device():
-            state = init_state(self._model.runtime, num_slots=num_slots, num_pages=num_pages)
-            return Carried(state=state, last_drawn=jnp.zeros((num_slots,), jnp.int32))
+            state = init_state(
+                self._model.runtime,
+                num_slots=num_slots,
+                num_pages=self._sizes.scheduler.num_pages,
+                with_draft=speculation.max_drafts > 0,
+            )
+            newest = blank_newest(speculation, num_slots=num_slots, vocab_size=self._model.runtime.model.vocab_size)
+            return Carried(state=state, newest=newest)
 
 
 def _best_of(best: Any, row: int, count: int) -> tuple[tuple[float, int], ...]:

@@ -16,6 +16,7 @@ from deepinfer_jax.config.forms import token_ranges
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.places import cache_folder, writable_folder
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.drafting import Speculation
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -35,6 +36,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     max_model_len: int  # tokens of prompt and output
     device: Any  # of JAX
+    speculation: Speculation = Speculation()
 
 
 def load_engine_model(config: EngineConfig) -> LoadedModel:
@@ -44,7 +46,9 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     location = locate_configured(config)
     load_format: LoadFormat = "dummy" if config.load_format == "dummy" else "auto"
     with jax.default_device(device):
-        params, model = load_model(location, load_format=load_format, seed=config.seed or 0)
+        params, model = load_model(
+            location, load_format=load_format, seed=config.seed or 0, with_draft=config.num_draft_tokens > 0
+        )
     if config.source("engram_pad_token") != DEFAULT:
         model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)
     return LoadedModel(
@@ -53,6 +57,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
         tokenizer=find_tokenizer(config, location, model),
         max_model_len=context_limit(config, model),
         device=device,
+        speculation=make_speculation(config, model),
     )
 
 
@@ -151,6 +156,32 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str) -> Ru
         replay_keep_tokens=config.replay_keep_tokens,
         kernels=config.kernels,
         target=target,
+    )
+
+
+def make_speculation(config: EngineConfig, model: ModelConfig) -> Speculation:
+    """How an engine drafts: as many tokens as the checkpoint's block has, unless fewer are wanted.
+
+    Raises ValueError for more, and for temperatures that are neither one nor one for each draft.
+    """
+    most, wanted = model.dspark_block_size if model.num_nextn_predict_layers else 0, config.num_draft_tokens
+    if config.source("num_draft_tokens") != DEFAULT and wanted > most:
+        has = f"blocks of {most} drafts" if most else "no draft stages"
+        raise ValueError(
+            f"DEEPINFER_USE_NEXTN_DECODE={wanted} is above {most}: the model has {has}; lower it, or leave it out"
+        )
+    count, given = min(most, wanted), config.confidence_temperatures
+    temperatures = given if isinstance(given, tuple) else (given,) * count
+    if count and len(temperatures) < count:
+        raise ValueError(
+            f"DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE has {len(temperatures)} values for {count} drafts; give one "
+            "value, or one for each draft"
+        )
+    return Speculation(
+        max_drafts=count,
+        rule=config.spec_mode,  # type: ignore[arg-type]
+        is_scheduled=config.varlen_verification and count > 0,
+        temperatures=temperatures[:count],
     )
 
 

@@ -4,9 +4,10 @@ import dataclasses
 import os
 from typing import Any
 
-from deepinfer_jax.config.args import EngineConfig
+from deepinfer_jax.config.args import DEFAULT, EngineConfig
 from deepinfer_jax.engine.buckets import Buckets, make_buckets, prefill_limit
 from deepinfer_jax.engine.costs import CacheFigures, cache_figures
+from deepinfer_jax.engine.drafting import Speculation
 from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.scheduler.policy import SchedulerConfig
 
@@ -50,22 +51,24 @@ def engine_sizes(config: EngineConfig, model: LoadedModel) -> EngineSizes:
     is_exact = config.prefix_cache == "exact"
     num_snapshots = min(MAX_SNAPSHOTS, 4 * max_num_seqs) if is_exact else 0
     num_slots = int(max_num_seqs * config.state_slots_ratio) + 1 + num_snapshots
-    has_own_interval = config.source("decode_bucket_interval") != "default"
     buckets = make_buckets(
         max_prefill_rows=max_rows,
-        max_decode_rows=max_num_seqs,
+        max_requests=max_num_seqs,
         max_pages=-(-max_model_len // runtime.page_tokens),
         skips_padding=runtime.is_invariant,
-        decode_interval=config.decode_bucket_interval if has_own_interval else None,
+        rows_per_request=_rows_per_request(model.speculation, skips_padding=runtime.is_invariant),
+        decode_interval=_decode_interval(config, model.speculation),
     )
+    max_decode_rows = 1 + model.speculation.max_drafts
     scheduler = SchedulerConfig(
         num_kv_tokens=_num_kv_tokens(config, model, cache, num_slots=num_slots, max_num_seqs=max_num_seqs),
         page_tokens=runtime.page_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        max_num_batched_tokens=max(max_rows, max_num_seqs),
+        max_num_batched_tokens=max(max_rows, max_num_seqs * max_decode_rows),
+        max_decode_rows=max_decode_rows,
         state_slots_ratio=config.state_slots_ratio,
-        max_prompts_ended=buckets.prefill_logits,
+        max_prompts=buckets.prefill_requests,
         rollback_tokens=runtime.rollback_tokens,
         is_chunked=config.chunked_prefill,
         prefill_interval=config.prefill_attempt_interval,
@@ -79,6 +82,20 @@ def engine_sizes(config: EngineConfig, model: LoadedModel) -> EngineSizes:
         has_tails=runtime.has_replay,
     )
     return EngineSizes(scheduler=scheduler, buckets=buckets, cache=cache)
+
+
+def _decode_interval(config: EngineConfig, speculation: Speculation) -> int | None:
+    """The spacing that was asked for, the larger one where drafts have another; None for few sizes."""
+    names = ["decode_bucket_interval", *(["draft_bucket_interval"] if speculation.max_drafts else [])]
+    return max((getattr(config, name) for name in names if config.source(name) != DEFAULT), default=None)
+
+
+def _rows_per_request(speculation: Speculation, *, skips_padding: bool) -> tuple[int, ...]:
+    """Rows of a decode step for each of its requests: all drafts, or also fewer where a budget saves padding."""
+    most = 1 + speculation.max_drafts
+    if skips_padding or not speculation.is_scheduled:
+        return (most,)
+    return tuple(sorted({1, (most + 1) // 2, most}))
 
 
 def _num_kv_tokens(

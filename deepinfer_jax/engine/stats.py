@@ -16,6 +16,7 @@
 | recompilations, recompiled | those after the warm-up; name of the shape -> how often |
 | idle_s, idle_share | seconds in which the device waited for a launch; idle_s / work_s |
 | finished, aborted | reason -> ended requests; how many of them with the reason "abort" |
+| drafts | where drafts were verified: what became of them (`draft_stats.py`) |
 
 Mean and maximum are those of every sample; a percentile is that of the last `SAMPLES`. None: no sample, no time. Rows
 of prefill steps hold a prompt that is computed again once more, and no part of a prompt that a cache gave.
@@ -24,12 +25,13 @@ of prefill steps hold a prompt that is computed again once more, and no part of 
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from deepinfer_jax.engine.draft_stats import DraftStats
 from deepinfer_jax.scheduler.scheduler import Scheduler
 
 SAMPLES = 10_000  # kept for percentiles: 80 kB for each latency
@@ -92,6 +94,7 @@ class _Sums:
     buckets: Counter[str] = field(default_factory=Counter)
     recompiled: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
+    rounds: Counter[tuple[int, int]] = field(default_factory=Counter)  # (verified, accepted) drafts
     work_s: float = 0.0
     idle_s: float = 0.0
     compile_s: float = 0.0
@@ -113,6 +116,7 @@ class EngineStats:
         self._live: dict[str, _Live] = {}
         self._sums, self._line_sums = _Sums(), _Sums()
         self._ttft, self._itl = _Samples(), _Samples()
+        self.drafts = DraftStats()
 
     @property
     def num_live(self) -> int:
@@ -153,6 +157,11 @@ class EngineStats:
             else:
                 self._ttft.add(now_s - live.added_s)
             live.last_s, live.num_tokens = now_s, live.num_tokens + count
+
+    def verified(self, confidence: Sequence[float], verified: int, accepted: int) -> None:
+        """A step verified drafts of a request; confidence: of all that were proposed."""
+        self._sums.rounds[verified, accepted] += 1
+        self.drafts.add(confidence, verified, accepted)
 
     def ended(self, request_id: str, reason: str) -> None:
         """A request has its finish reason, whether or not it ever ran."""
@@ -205,6 +214,8 @@ class EngineStats:
             parts.append(f"{name} ms {' / '.join(keys)}: {' / '.join(values)}")
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(r["finished"].items()))
         parts.append(f"finished {sum(r['finished'].values())}" + (f" ({reasons})" if reasons else ""))
+        if "drafts" in r:
+            parts.append(f"tokens/round {_show(r['drafts']['accepted_len_mean'])}")
         shares = (f"{name} {_show(r[f'{name}_share'], scale=100.0)} %" for name in ("padding", "idle"))
         return "; ".join((*parts, *shares, f"recompilations {r['recompilations']}"))
 
@@ -238,6 +249,7 @@ class EngineStats:
             "idle_share": _ratio(sums.idle_s, work_s),
             "finished": dict(sums.finished),
             "aborted": sums.finished[ABORT],
+            **({"drafts": self.drafts.report(sums.rounds)} if sums.rounds else {}),
         }
         if clash := sorted(gauges.keys() & figures.keys()):
             raise ValueError(f"gauges {', '.join(clash)} have names of figures that are counted here; rename them")

@@ -5,6 +5,7 @@ next work ready while the host reads, detokenizes and plans. A step with rows th
 (grammars, penalties) is launched in two calls: its forward runs while the step in front is read and masks are made.
 """
 
+import dataclasses
 import logging
 import math
 import time
@@ -12,16 +13,19 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from deepinfer_jax.engine.constraints import GRAMMAR_FAILED, MaskedRows, needs_host
-from deepinfer_jax.engine.outputs import Drawn
+from deepinfer_jax.engine.constraints import GRAMMAR_FAILED
+from deepinfer_jax.engine.masking import MaskMaker, needs_host
+from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal, Round
 from deepinfer_jax.engine.pipeline import Launched, Pipeline
 from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.engine.steps import num_compiled
+from deepinfer_jax.sampling.constraints import DrawState
 from deepinfer_jax.sampling.grammar import GrammarError
 from deepinfer_jax.scheduler import sequence as scheduling
 from deepinfer_jax.scheduler.plan import Chunk, Plan
 from deepinfer_jax.scheduler.scheduler import Scheduler
 
+MASK_POLL_S = 0.02  # how long a step waits for a mask when it has nothing else to do
 _log = logging.getLogger(__name__)
 
 
@@ -32,8 +36,8 @@ class StepListener(Protocol):
     def planned(self, plan: Plan) -> None:
         """A plan is about to be launched."""
 
-    def took_tokens(self, sequence: scheduling.Sequence, drawn: Sequence[Drawn]) -> None:
-        """A request has taken these tokens; it may have ended with the last one."""
+    def took_tokens(self, sequence: scheduling.Sequence, drawn: Sequence[Drawn], step: Round) -> None:
+        """A request has taken these tokens in one step; it may have ended with the last one."""
 
     def took_scores(self, sequence: scheduling.Sequence, start: int, logprobs: Sequence[float]) -> None:
         """The log-probabilities of a request's prompt tokens from position `start` on are known."""
@@ -48,12 +52,12 @@ class StepLoop:
         pipeline: Pipeline,
         stats: EngineStats,
         listener: StepListener,
+        masks: MaskMaker,
         *,
-        vocab_size: int,
         is_async: bool,
     ) -> None:
         self._scheduler, self._pipeline, self._stats, self._listener = scheduler, pipeline, stats, listener
-        self._vocab_size, self._is_async = vocab_size, is_async
+        self._masks, self._is_async = masks, is_async
         self._in_flight: deque[Launched] = deque()
         self._busy_at: float | None = None  # when the device was last known to work; None: it had nothing to do
 
@@ -61,6 +65,7 @@ class StepLoop:
         """Launches the next plan, if there is one, and reads what is in front of it."""
         while len(self._in_flight) > 1:  # an interrupt came while they were read
             self._read()
+        self._release_held(wait_s=0.0)
         plan = self._scheduler.schedule()
         if plan is not None:
             self._show(plan)
@@ -68,6 +73,8 @@ class StepLoop:
             launched = self._launch(plan, waits_for_masks=is_masked)
             if is_masked and launched is not None:
                 self._finish_masked(launched)
+        elif not self._in_flight:
+            self._release_held(wait_s=MASK_POLL_S)
         num_kept = 1 if self._is_async and plan is not None else 0
         while len(self._in_flight) > num_kept:
             self._read()
@@ -78,6 +85,10 @@ class StepLoop:
         """Reads every launched step."""
         while self._in_flight:
             self._read()
+
+    def close(self) -> None:
+        """Ends the threads that make masks."""
+        self._masks.close()
 
     def _show(self, plan: Plan) -> None:
         """Lets the listener see a plan; what it raises is its caller's, and the plan is given up."""
@@ -121,21 +132,24 @@ class StepLoop:
         if launched not in self._in_flight:
             return  # a step in front broke
         try:
-            rows = MaskedRows(launched.plan.ranks[0], num_logits=launched.shape.num_logits, vocab_size=self._vocab_size)
-            for chunk, row in rows.rows:
-                self._fill(rows, chunk, row)
-            self._pipeline.sample(launched, rows.masks, rows.edits())
+            masks = self._masks.make(launched.plan.ranks[0], num_chunks=launched.shape.num_chunks)
+            for chunk, error in masks.errors:
+                self._scheduler.end(chunk.sequence.request_id, GRAMMAR_FAILED, error=error)
+            self._pipeline.sample(launched, masks.on_device())
         except Exception as error:  # noqa: BLE001 - ends this step, not the engine
             self._fail(launched.plan, error)
-
-    def _fill(self, rows: MaskedRows, chunk: Chunk, row: int) -> None:
-        """The mask of one row; a matcher that fails ends its request only."""
-        if chunk.is_stale:
             return
-        try:
-            rows.fill(chunk, row)
-        except GrammarError as error:
-            self._scheduler.end(chunk.sequence.request_id, GRAMMAR_FAILED, error=error)
+        for index in masks.late.nonzero()[0]:
+            launched.plan.ranks[0].chunks[index].sequence.is_held = True
+
+    def _release_held(self, *, wait_s: float) -> None:
+        """Lets requests take part again whose masks are ready, after a wait if there is nothing else to do."""
+        for request_id in self._masks.waiting:
+            sequence = self._scheduler.get(request_id)
+            if sequence is None:
+                self._masks.forget(request_id)
+            elif self._masks.is_ready(request_id, wait_s=wait_s):
+                sequence.is_held, wait_s = False, 0.0
 
     def _idle_s(self, now: float) -> float:
         """At most how long the device has waited for the step that is about to be launched."""
@@ -154,40 +168,37 @@ class StepLoop:
         self._busy_at = time.perf_counter()
         self._commit(launched.plan, drawn)
 
-    def _commit(self, plan: Plan, drawn: Sequence[Sequence[Drawn]]) -> None:
-        found: dict[str, Drawn] = {}
-        for (chunk, _), rows in zip(plan.ranks[0].logit_chunks, drawn, strict=True):
+    def _commit(self, plan: Plan, drawn: Sequence[ChunkDraws]) -> None:
+        found: dict[str, list[Drawn]] = {}
+        rounds: dict[str, Round] = {}
+        failures: dict[str, _Failure] = {}
+        for chunk, draws in zip(plan.ranks[0].chunks, drawn, strict=True):
             if chunk.is_stale:
                 continue
-            if chunk.scores:
-                known = rows[: len(rows) - chunk.draws]
-                self._listener.took_scores(chunk.sequence, chunk.start + 1, [one.logprob for one in known])
-            if chunk.draws and self._accept(chunk, rows[-1]):
-                found[chunk.sequence.request_id] = rows[-1]
-        tokens = {request_id: [one.token_id] for request_id, one in found.items()}
+            sequence = chunk.sequence
+            if draws.scores:
+                known = [one.logprob for one in draws.scores]
+                self._listener.took_scores(sequence, chunk.start + 1, known)
+            if not chunk.draws:
+                continue
+            request_id = sequence.request_id
+            tokens, rounds[request_id] = _with_proposal(draws, sequence.proposal)
+            found[request_id], failure = _accept(chunk, tokens, self._scheduler.config.max_model_len)
+            if failure is not None and not found[request_id]:
+                self._scheduler.end(request_id, failure.reason, error=failure.error)
+            elif failure is not None:
+                failures[request_id] = failure
+            if draws.num_verified and draws.tokens:
+                self._stats.verified(sequence.proposal.confidence, draws.num_verified, len(draws.tokens) - 1)
+            if draws.tokens:  # else it sat the step out, and what was proposed still stands
+                sequence.proposal = draws.proposal
+        tokens = {request_id: [one.token_id for one in some] for request_id, some in found.items()}
         for sequence, taken in self._scheduler.commit(plan, tokens):
-            self._stats.emitted(sequence.request_id, len(taken))
-            self._listener.took_tokens(sequence, [found[sequence.request_id]])
-
-    def _accept(self, chunk: Chunk, one: Drawn) -> bool:
-        """Whether a drawn token is one; else its request ends here."""
-        request_id, constraint = chunk.sequence.request_id, chunk.sequence.options.constraint
-        if math.isnan(one.logprob):
-            reason = "abort" if constraint is None else GRAMMAR_FAILED
-            what = "are not finite" if constraint is None else "are not finite, or its constraints allow no token"
-            advice = "the weights or the device are at fault" + ("" if constraint is None else ", or the constraints")
-            error = RuntimeError(
-                f"the logits of request {request_id} at position {chunk.draw_position} {what}; {advice}"
-            )
-            self._scheduler.end(request_id, reason, error=error)
-            return False
-        if constraint is not None:
-            try:
-                constraint.advance(one.token_id)
-            except GrammarError as error:
-                self._scheduler.end(request_id, GRAMMAR_FAILED, error=error)
-                return False
-        return True
+            request_id = sequence.request_id
+            self._stats.emitted(request_id, len(taken))
+            self._listener.took_tokens(sequence, found[request_id][: len(taken)], rounds[request_id])
+            if request_id in failures:
+                self._scheduler.end(request_id, failures[request_id].reason, error=failures[request_id].error)
 
     def _fail(self, plan: Plan, error: BaseException) -> None:
         """Ends the requests of the oldest unread plan; the others are computed again on an empty state."""
@@ -199,3 +210,53 @@ class StepLoop:
             self._scheduler.commit(void, {})
         self._pipeline.reset()
         self._busy_at = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """Why a request ends behind its good tokens."""
+
+    reason: str
+    error: BaseException
+
+
+def _accept(chunk: Chunk, drawn: Sequence[Drawn], max_model_len: int) -> tuple[list[Drawn], _Failure | None]:
+    """The drawn tokens that are some, up to the one that ends the request; its constraint takes them."""
+    constraint: DrawState | None = chunk.sequence.options.constraint
+    wanted = drawn[: chunk.sequence.cut([one.token_id for one in drawn], max_model_len)]
+    for place, one in enumerate(wanted):
+        if math.isnan(one.logprob):
+            return list(wanted[:place]), _not_finite(chunk, place)
+        if constraint is not None:
+            try:
+                constraint.advance(one.token_id)
+            except GrammarError as error:
+                return list(wanted[:place]), _Failure(GRAMMAR_FAILED, error)
+    return list(wanted), None
+
+
+def _not_finite(chunk: Chunk, place: int) -> _Failure:
+    """There is no best logit; place: tokens of the step in front of the one that is none."""
+    sequence = chunk.sequence
+    constraint: DrawState | None = sequence.options.constraint
+    what, advice = "are not finite", "the weights or the device are at fault"
+    if constraint is not None and constraint.restrictions:
+        what = f"{what}, or {', '.join(constraint.restrictions)} leave no token"
+        advice = f"{advice}, or those options: allow more"
+    position = sequence.num_tokens + place
+    error = RuntimeError(f"the logits of request {sequence.request_id} at position {position} {what}; {advice}")
+    is_grammar = constraint is not None and constraint.has_grammar
+    return _Failure(GRAMMAR_FAILED if is_grammar else "abort", error)
+
+
+def _with_proposal(draws: ChunkDraws, proposal: Proposal | None) -> tuple[list[Drawn], Round]:
+    """The tokens of a step with what the drafter said of those that it had proposed."""
+    if proposal is None or not draws.num_verified:
+        return draws.tokens, Round()
+    num_accepted = len(draws.tokens) - 1
+    tokens = [
+        dataclasses.replace(one, draft_logprob=proposal.logprobs[place]) if place < num_accepted else one
+        for place, one in enumerate(draws.tokens)
+    ]
+    chances = tuple(0.5 * (1.0 + math.tanh(0.5 * z)) for z in proposal.confidence[: draws.num_verified])
+    return tokens, Round(num_positions=1 + draws.num_verified, confidence=chances)

@@ -1,18 +1,21 @@
 """The compiled steps: the only `jax.jit`s of the package."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine import drafting, layout
 from deepinfer_jax.engine.buckets import StepShape
+from deepinfer_jax.engine.drafting import Draws, Speculation
+from deepinfer_jax.engine.layout import Chunks, LogitRows, Newest
 from deepinfer_jax.model import state as caches
-from deepinfer_jax.model.backbone import StepOutput, forward
-from deepinfer_jax.model.batch import StepBatch
+from deepinfer_jax.model.backbone import Features, StepOutput, forward
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import State
 from deepinfer_jax.ops.invariant import map_rows
@@ -20,11 +23,11 @@ from deepinfer_jax.ops.paged import num_leading
 from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling import logits as sampling
 from deepinfer_jax.sampling.logits import SampleSettings
-from deepinfer_jax.scheduler import batching
 
 # A step rounds where the specification says, nowhere else and nowhere less.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 _step = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+_STATIC = ("shape", "config", "settings", "speculation")
 
 
 @pytree_dataclass
@@ -32,7 +35,7 @@ class Carried:
     """What one step hands to the next on the device; donated."""
 
     state: State
-    last_drawn: Int32[Array, " S"]  # the last token drawn for each slot
+    newest: Newest
 
 
 @pytree_dataclass
@@ -41,10 +44,21 @@ class StepResult:
 
     # of each logit row: the token, the bits of its float32 log-probability, and those of the mass of less likely ones
     drawn: Int32[Array, "three N"]
+    # of each chunk: tokens that it keeps, drafts that it verified, then what `drafting.propose` tells
+    chunks: Int32[Array, "F C"]
     logprobs: Float32[Array, "N V"]  # of every token; stays on the device unless somebody asks for the best
 
 
-@functools.partial(_step, static_argnames=("shape", "config", "settings"), donate_argnames=("carried",))
+@pytree_dataclass
+class Masks:
+    """What the host says of draws that depend on tokens so far: of chunk c, behind j drafts, in row c * G1 + j."""
+
+    words: UInt32[Array, "M W"]  # one bit for each token, lowest first, 1 where it is allowed
+    late: Bool[Array, " C"]  # chunks whose masks are not ready: nothing is drawn for them
+    edits: sampling.Edits | None
+
+
+@functools.partial(_step, static_argnames=_STATIC, donate_argnames=("carried",))
 def run_step(
     params: Params,
     carried: Carried,
@@ -53,43 +67,54 @@ def run_step(
     shape: StepShape,
     config: RuntimeConfig,
     settings: SampleSettings,
+    speculation: Speculation,
 ) -> tuple[StepResult, Int32[Array, " two"], Carried]:
-    """Forward and sampling for one packed batch (layout: `scheduler/batching.py`).
+    """Forward, draws and drafts for one packed batch (layout: `scheduler/batching.py`).
 
     Also returns how many rows the encoder and the decoder layers computed.
     """
-    fields = _fields(packed, shape)
-    output, state = _forward(params, carried, fields, shape=shape, config=config)
-    result, last_drawn = _sample(
-        output.logits, carried.last_drawn, fields, None, None, config=config, settings=settings
+    chunks = _place(packed, carried.newest, shape, speculation)
+    output, state = _forward(params, carried, chunks, shape=shape, config=config, speculation=speculation)
+    carried = Carried(state=state, newest=carried.newest)
+    result, carried = _draw(
+        params, carried, chunks, output.logits, output.features, None, shape, config, settings, speculation
     )
-    return result, output.computed_rows, Carried(state=state, last_drawn=last_drawn)
+    return result, output.computed_rows, carried
 
 
-@functools.partial(_step, static_argnames=("shape", "config"), donate_argnames=("carried",))
+@functools.partial(_step, static_argnames=("shape", "config", "speculation"), donate_argnames=("carried",))
 def run_forward(
-    params: Params, carried: Carried, packed: Int32[Array, " L"], *, shape: StepShape, config: RuntimeConfig
-) -> tuple[Float32[Array, "N V"], Int32[Array, " two"], Carried]:
-    """The first half of `run_step`, for steps whose masks need tokens that the host has not read yet."""
-    output, state = _forward(params, carried, _fields(packed, shape), shape=shape, config=config)
-    return output.logits, output.computed_rows, Carried(state=state, last_drawn=carried.last_drawn)
-
-
-@functools.partial(_step, static_argnames=("shape", "config", "settings"), donate_argnames=("last_drawn",))
-def run_sampling(
-    logits: Float32[Array, "N V"],
-    last_drawn: Int32[Array, " S"],
+    params: Params,
+    carried: Carried,
     packed: Int32[Array, " L"],
-    masks: UInt32[Array, "N W"],
-    edits: sampling.Edits | None,
+    *,
+    shape: StepShape,
+    config: RuntimeConfig,
+    speculation: Speculation,
+) -> tuple[Float32[Array, "N V"], Features | None, Int32[Array, " two"], Carried]:
+    """The first half of `run_step`, for steps whose masks need tokens that the host has not read yet."""
+    chunks = _place(packed, carried.newest, shape, speculation)
+    output, state = _forward(params, carried, chunks, shape=shape, config=config, speculation=speculation)
+    return output.logits, output.features, output.computed_rows, Carried(state=state, newest=carried.newest)
+
+
+@functools.partial(_step, static_argnames=_STATIC, donate_argnames=("carried",))
+def run_sampling(
+    params: Params,
+    carried: Carried,
+    logits: Float32[Array, "N V"],
+    features: Features | None,
+    packed: Int32[Array, " L"],
+    masks: Masks,
     *,
     shape: StepShape,
     config: RuntimeConfig,
     settings: SampleSettings,
-) -> tuple[StepResult, Int32[Array, " S"]]:
-    """The second half. masks: one bit for each token of each logit row, lowest first, 1 where it is allowed."""
-    fields = _fields(packed, shape)
-    return _sample(logits, last_drawn, fields, masks, edits, config=config, settings=settings)
+    speculation: Speculation,
+) -> tuple[StepResult, Carried]:
+    """The second half: draws and drafts."""
+    chunks = _place(packed, carried.newest, shape, speculation)
+    return _draw(params, carried, chunks, logits, features, masks, shape, config, settings, speculation)
 
 
 @functools.partial(jax.jit, donate_argnames=("carried",))
@@ -98,9 +123,7 @@ def copy_states(carried: Carried, copies: Int32[Array, "C F"]) -> Carried:
     source_slot, target_slot, source_page, target_page = copies.T
     state = caches.copy_slots(carried.state, source_slot, target_slot)
     state = caches.copy_pages(state, source_page, target_page)
-    drawn = carried.last_drawn[jnp.maximum(source_slot, 0)]
-    last_drawn = carried.last_drawn.at[_outside(target_slot)].set(drawn, mode="drop")
-    return Carried(state=state, last_drawn=last_drawn)
+    return Carried(state=state, newest=carried.newest)
 
 
 @functools.partial(jax.jit, static_argnames=("count",))
@@ -118,7 +141,7 @@ def read_request(state: State, slot: Int32[Array, ""], pages: Int32[Array, " M"]
 @functools.partial(jax.jit, donate_argnames=("carried",))
 def write_request(carried: Carried, request: State, slot: Int32[Array, ""], pages: Int32[Array, " M"]) -> Carried:
     """Puts what `read_request` gave into a slot and pages; pages of -1 are left out."""
-    return Carried(state=caches.put_request(carried.state, request, slot, pages), last_drawn=carried.last_drawn)
+    return Carried(state=caches.put_request(carried.state, request, slot, pages), newest=carried.newest)
 
 
 def num_compiled() -> int:
@@ -127,86 +150,100 @@ def num_compiled() -> int:
     return sum(function._cache_size() for function in functions)
 
 
-def _fields(packed: Int32[Array, " L"], shape: StepShape) -> dict[str, Array]:
-    return batching.fields_of(
-        packed,
-        num_rows=shape.num_rows,
-        num_logits=shape.num_logits,
-        num_tail=shape.num_tail or 0,
-        num_pages=shape.num_pages,
-    )
+def _place(packed: Int32[Array, " L"], newest: Newest, shape: StepShape, speculation: Speculation) -> Chunks:
+    fields = layout.unpack(packed, shape, max_drafts=speculation.max_drafts)
+    return drafting.place_chunks(fields, newest, speculation)
 
 
 def _forward(
-    params: Params, carried: Carried, fields: dict[str, Array], *, shape: StepShape, config: RuntimeConfig
+    params: Params,
+    carried: Carried,
+    chunks: Chunks,
+    *,
+    shape: StepShape,
+    config: RuntimeConfig,
+    speculation: Speculation,
 ) -> tuple[StepOutput, State]:
-    slots = fields["slots"]
-    drawn = carried.last_drawn[jnp.maximum(slots, 0)]
-    tokens = jnp.where(fields["tokens"] == batching.LAST_DRAWN, drawn, fields["tokens"])
-    batch = StepBatch(
-        tokens=tokens,
-        positions=fields["positions"],
-        slots=slots,
-        page_table=fields["page_table"],
-        logit_rows=fields["logit_rows"],
-        tail_starts=fields["tail_starts"],
-        tail_rows=None if shape.num_tail is None else fields["tail_rows"],
-        window_starts=fields["window_starts"],
+    batch = layout.step_batch(chunks, shape)
+    return forward(params, carried.state, batch, config=config, wants_features=speculation.max_drafts > 0)
+
+
+def _draw(
+    params: Params,
+    carried: Carried,
+    chunks: Chunks,
+    logits: Float32[Array, "N V"],
+    features: Features | None,
+    masks: Masks | None,
+    shape: StepShape,
+    config: RuntimeConfig,
+    settings: SampleSettings,
+    speculation: Speculation,
+) -> tuple[StepResult, Carried]:
+    """The draws of the logit rows, which of them stay, and the drafts behind them."""
+    rows = layout.logit_rows(chunks, shape)
+    draws = _sample(logits, chunks, rows, masks, config=config, settings=settings)
+    draws, tokens, num_kept = drafting.accept(draws, chunks, carried.newest, speculation)
+    num_kept = num_kept if masks is None else jnp.where(masks.late, 0, num_kept)
+    state, newest = carried.state, drafting.settle(carried.newest, chunks, tokens, num_kept)
+    told = [jnp.stack([num_kept, chunks.verified])]
+    if features is not None:
+        state, newest, drafts = drafting.propose(
+            params,
+            state,
+            newest,
+            chunks,
+            features,
+            num_kept,
+            config=config,
+            settings=settings,
+            speculation=speculation,
+        )
+        told.append(drafts)
+    bits = [lax.bitcast_convert_type(a, jnp.int32) for a in (draws.token_logprobs, draws.smaller_mass)]
+    result = StepResult(
+        drawn=jnp.stack([draws.token_ids, *bits]), chunks=jnp.concatenate(told), logprobs=draws.logprobs
     )
-    return forward(params, carried.state, batch, config=config)
+    return result, Carried(state=state, newest=newest)
 
 
 def _sample(
     logits: Float32[Array, "N V"],
-    last_drawn: Int32[Array, " S"],
-    fields: dict[str, Array],
-    masks: UInt32[Array, "N W"] | None,
-    edits: sampling.Edits | None,
+    chunks: Chunks,
+    rows: LogitRows,
+    masks: Masks | None,
     *,
     config: RuntimeConfig,
     settings: SampleSettings,
-) -> tuple[StepResult, Int32[Array, " S"]]:
-    def on_tile(
-        logits: Array, rows: sampling.SampleRows, masks: Array | None, edits: sampling.Edits | None
-    ) -> tuple[Int32[Array, "B three"], Float32[Array, "B V"]]:
-        allowed = None if masks is None else sampling.unpack_masks(masks, logits.shape[1])
+) -> Draws:
+    def on_tile(logits: Array, rows: sampling.SampleRows, words: Array | None, edits: sampling.Edits | None) -> Draws:
+        allowed = None if words is None else sampling.unpack_masks(words, logits.shape[1])
         sampled = sampling.sample(logits, rows, edits=edits, allowed=allowed, settings=settings)
-        bits = [lax.bitcast_convert_type(a, jnp.int32) for a in (sampled.token_logprobs, sampled.smaller_mass)]
-        return jnp.stack([sampled.token_ids, *bits], axis=1), sampled.logprobs
+        return Draws(
+            token_ids=sampled.token_ids,
+            token_logprobs=sampled.token_logprobs,
+            smaller_mass=sampled.smaller_mass,
+            logprobs=sampled.logprobs,
+        )
 
-    logit_rows = fields["logit_rows"]
-    drawn, logprobs = map_rows(
+    words, edits = (None, None) if masks is None else _masks_of_rows(masks, chunks, rows)
+    return map_rows(
         on_tile,
         logits,
-        _sample_rows(fields),
-        masks,
+        layout.sample_rows(chunks, rows),
+        words,
         edits,
         tile=config.product_tile,
-        num_live=num_leading(logit_rows >= 0),
+        num_live=num_leading(rows.rows >= 0),
         has_fixed_trips=config.has_fixed_trips,
     )
-    last_drawn = last_drawn.at[_outside(fields["draw_slots"])].set(drawn[:, 0], mode="drop")
-    return StepResult(drawn=drawn.T, logprobs=logprobs), last_drawn
 
 
-def _outside(index: Int32[Array, " N"]) -> Int32[Array, " N"]:
-    """Negative indices moved beyond the end, where a scatter drops them."""
-    return jnp.where(index >= 0, index, jnp.iinfo(jnp.int32).max)
-
-
-def _sample_rows(fields: dict[str, Int32[Array, " N"]]) -> sampling.SampleRows:
-    def floats(name: str) -> Float32[Array, " N"]:
-        return lax.bitcast_convert_type(fields[name], jnp.float32)
-
-    return sampling.SampleRows(
-        seed_lo=lax.bitcast_convert_type(fields["seed_lo"], jnp.uint32),
-        seed_hi=lax.bitcast_convert_type(fields["seed_hi"], jnp.uint32),
-        positions=fields["draw_positions"],
-        inverse_temperature=floats("inverse_temperature"),
-        top_p=floats("top_p"),
-        top_k=fields["top_k"],
-        is_greedy=fields["is_greedy"] != 0,
-        suppressed_ids=fields["suppressed_ids"],
-        forced_ids=fields["forced_ids"],
-        min_p_distance=floats("min_p_distance"),
-    )
+def _masks_of_rows(masks: Masks, chunks: Chunks, rows: LogitRows) -> tuple[UInt32[Array, "N W"], sampling.Edits | None]:
+    """The masks and edits of each logit row; a row that is no draw has none."""
+    at = rows.chunks * (masks.words.shape[0] // chunks.starts.shape[0]) + rows.places
+    words = jnp.where(rows.is_draw[:, None], masks.words[at], jnp.uint32(0xFFFFFFFF))
+    if masks.edits is None:
+        return words, None
+    edits = jax.tree.map(lambda a: a[at], masks.edits)
+    return words, dataclasses.replace(edits, token_ids=jnp.where(rows.is_draw[:, None], edits.token_ids, -1))

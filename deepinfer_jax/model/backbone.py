@@ -11,17 +11,27 @@ from deepinfer_jax.config.roles import replay_boundary
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model import engram as memory
 from deepinfer_jax.model import replay
-from deepinfer_jax.model.batch import Rows, StepBatch, derive_rows, pad_rows
+from deepinfer_jax.model.batch import ImageRows, Rows, StepBatch, derive_rows, pad_rows
 from deepinfer_jax.model.layer import Carry, Step, apply_layer
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.selection import empty_selection
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
 from deepinfer_jax.model.variants import Layer, all_layers, stacked_layers
+from deepinfer_jax.model.vision import place_spans
 from deepinfer_jax.ops import hyper, paged
 from deepinfer_jax.ops.invariant import map_rows, row_product
 from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.pytree import pytree_dataclass
+
+
+@pytree_dataclass
+class Features:
+    """What the drafter reads of the rows that ran the last layers; padding rows have slot -1."""
+
+    main_hidden: Float[Array, "T F"]  # the target layers' stream means side by side (spec: dspark 3)
+    positions: Int[Array, " T"]
+    slots: Int[Array, " T"]
 
 
 @pytree_dataclass
@@ -31,6 +41,7 @@ class StepOutput:
     logits: Float32[Array, "N V"]  # for the batch's logit rows
     stages: dict[str, Array]  # the stages that `capture` asked for; rows of the step lead, padding rows cut
     computed_rows: Int32[Array, " two"]  # rows that the encoder and the decoder layers computed, padding included
+    features: Features | None = None  # for the drafter, where wanted
 
 
 def forward(
@@ -41,13 +52,14 @@ def forward(
     config: RuntimeConfig,
     capture: tuple[str, ...] = (),
     forced_selection: Mapping[str, Array] | None = None,
+    wants_features: bool = False,
 ) -> tuple[StepOutput, State]:
     """Logits of the wanted rows, and the state with every row of the batch written.
 
     A pure function for any jit. capture: patterns of stage names to return (see `Stages`; `capture=("*",)` returns
     all). forced_selection: stage name -> value used instead of the computed one, for ids ("layers.4.topk_idxs",
-    "layers.4.candidate_mask", "layers.4.router_ids") and for any other stage that later ones read. A donated state must
-    not be used again.
+    "layers.4.candidate_mask", "layers.4.router_ids") and for any other stage that later ones read. wants_features: also
+    return what `model/draft.py` reads. A donated state must not be used again.
     Raises ValueError for names that match no stage, and for a forced one that nothing is computed from.
     """
     num_rows = batch.tokens.shape[0]
@@ -57,11 +69,15 @@ def forward(
     padded = pad_rows(batch, multiple=config.row_tile)
     rows = derive_rows(padded)
     encoder_rows = decoder_rows = _num_computed(rows, config=config)
-    streams, pre = embed_tokens(params, padded.tokens, config=config, stages=stages)
-    context, exists, state = memory.token_context(params.engram.token_map, state, padded.tokens, rows, config=config)
-    step = Step(rows=rows, context=context, exists=exists)
+    images = padded.images
+    streams, pre = embed_tokens(params, padded.tokens, images, config=config, stages=stages)
+    is_image = None if images is None else images.index >= 0
+    context, exists, state = memory.token_context(
+        params.engram.token_map, state, padded.tokens, rows, is_image, config=config
+    )
+    step = Step(rows=rows, context=context, exists=exists, has_images=images is not None)
     carry = Carry(streams=streams, pre=pre, selection=empty_selection(rows, config=config), state=state)
-    if stages.wants("main_hidden"):
+    if wants_features or stages.wants("main_hidden"):
         blank = jnp.zeros(
             (streams.shape[0], len(config.model.dspark_target_layer_ids), streams.shape[2]), streams.dtype
         )
@@ -75,6 +91,7 @@ def forward(
         step, carry, logit_rows = replay.cut_to_tail(
             params, step, carry, padded.tail_rows, logit_rows, layers[boundary], config=config, stages=stages
         )
+        step = dataclasses.replace(step, has_images=images is not None)
         decoder_rows = _num_computed(step.rows, config=config)
         layers = (replay.without_source(layers[boundary]), *layers[boundary + 1 :])
         if padded.tail_rows.shape[0] == 0:
@@ -83,18 +100,27 @@ def forward(
                 logits=blank,
                 stages=_captured(stages, num_rows),
                 computed_rows=jnp.stack([encoder_rows, jnp.int32(0)]),
+                features=_features(carry, step.rows) if wants_features else None,
             )
             return output, carry.state
     carry = _run_layers(params, step, carry, layers, config=config, stages=stages)
-    if carry.features is not None:
-        stages.show("main_hidden", carry.features.reshape(carry.features.shape[0], -1))
+    features = None if carry.features is None else _features(carry, step.rows)
+    if features is not None:
+        stages.show("main_hidden", features.main_hidden)
     logits = _head(params, carry, logit_rows, step.rows.num_live, config=config, stages=stages)
     output = StepOutput(
         logits=logits,
         stages=_captured(stages, num_rows),
         computed_rows=jnp.stack([encoder_rows, decoder_rows]),
+        features=features if wants_features else None,
     )
     return output, carry.state
+
+
+def _features(carry: Carry, rows: Rows) -> Features:
+    assert carry.features is not None
+    main_hidden = carry.features.reshape(carry.features.shape[0], -1)
+    return Features(main_hidden=main_hidden, positions=rows.positions, slots=rows.slots)
 
 
 def _num_computed(rows: Rows, *, config: RuntimeConfig) -> Int[Array, ""]:
@@ -128,11 +154,12 @@ def _run_layers(
 
 
 def embed_tokens(
-    params: Params, tokens: Int[Array, " T"], *, config: RuntimeConfig, stages: Stages
+    params: Params, tokens: Int[Array, " T"], images: ImageRows | None = None, *, config: RuntimeConfig, stages: Stages
 ) -> tuple[Float[Array, "T C D"], Float32[Array, "T C"]]:
     """Equal streams holding the embedding, and the one-hot pre-mix that hands stream 0 to the first sublayer."""
     model = config.model
     hidden = params.embed[tokens].astype(config.activation_dtype)
+    hidden = hidden if images is None else place_spans(hidden, images)
     hidden = stages.note("embed", hidden)
     streams = jnp.repeat(hidden[:, None, :], model.hc_mult, axis=1)
     pre = jnp.zeros((hidden.shape[0], model.hc_mult), jnp.float32).at[:, 0].set(1.0)

@@ -1,11 +1,22 @@
 """What one step computes: rows at positions of slots."""
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.ops import paged
 from deepinfer_jax.pytree import pytree_dataclass
+
+
+@pytree_dataclass
+class ImageRows:
+    """Rows of a step that take their embedding from encoded images (`model/vision.py`) and not from their token."""
+
+    features: Float[Array, "F D"]  # rows of spans, delimiters included; F is any size that steps share
+    index: Int[Array, " T"]  # row of `features` for each row of the step, -1 for a text row
 
 
 @pytree_dataclass
@@ -25,6 +36,7 @@ class StepBatch:
     tail_rows: Int[Array, " U"] | None = None
     # first position that any window may look at; 0 unless a prefix was taken over without its rings
     window_starts: Int[Array, " T"] | None = None
+    images: ImageRows | None = None  # None where every row is text
 
 
 @pytree_dataclass
@@ -76,6 +88,29 @@ def make_batch(
     )
 
 
+def with_images(batch: StepBatch, spans: Sequence[Float[Array, "..."]], first_rows: Sequence[int]) -> StepBatch:
+    """The batch with encoded images in it: `spans[i]`, without padding, begins at the row `first_rows[i]` of the step.
+
+    Tokens of these rows count for nothing; by convention they are the model's image token.
+    Raises ValueError for no span at all, and for spans that overlap or leave the batch.
+    """
+    if not spans or len(spans) != len(first_rows):
+        raise ValueError(f"{len(spans)} spans and {len(first_rows)} first rows must be equally many, and one at least")
+    index = np.full(batch.tokens.shape[0], -1, np.int32)
+    start = 0
+    for span, row in zip(spans, first_rows, strict=True):
+        end = row + span.shape[0]
+        if row < 0 or end > len(index) or (index[row:end] >= 0).any():
+            raise ValueError(
+                f"a span of {span.shape[0]} rows at row {row} overlaps another one or leaves the {len(index)} rows of "
+                "the batch; correct first_rows, or give the batch a row for each row of the span"
+            )
+        index[row:end] = np.arange(start, start + span.shape[0])
+        start += span.shape[0]
+    images = ImageRows(features=jnp.concatenate(list(spans)), index=jnp.asarray(index))
+    return dataclasses.replace(batch, images=images)
+
+
 def pad_rows(batch: StepBatch, *, multiple: int) -> StepBatch:
     """The batch with padding rows up to a multiple of `multiple`."""
     missing = -batch.tokens.shape[0] % multiple
@@ -83,15 +118,15 @@ def pad_rows(batch: StepBatch, *, multiple: int) -> StepBatch:
     def pad(array: Int[Array, " T"], value: int) -> Int[Array, " U"]:
         return jnp.pad(array, (0, missing), constant_values=value)
 
-    return StepBatch(
+    images = batch.images
+    return dataclasses.replace(
+        batch,
         tokens=pad(batch.tokens, 0),
         positions=pad(batch.positions, 0),
         slots=pad(batch.slots, -1),
-        page_table=batch.page_table,
-        logit_rows=batch.logit_rows,
         tail_starts=None if batch.tail_starts is None else pad(batch.tail_starts, 0),
-        tail_rows=batch.tail_rows,
         window_starts=None if batch.window_starts is None else pad(batch.window_starts, 0),
+        images=None if images is None else dataclasses.replace(images, index=pad(images.index, -1)),
     )
 
 

@@ -8,7 +8,9 @@ logits is an argument.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
@@ -32,8 +34,9 @@ from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
 from deepinfer_jax.pytree import pytree_dataclass
 
-# From the index of a draft in its block and its logits [R, V] to one token id for each request.
-Draw = Callable[[int, Float32[Array, "R V"]], Int[Array, " R"]]
+# From the index of a draft in its block and its logits [R, V] to one token id for each request, and whatever else of
+# the draw is wanted: arrays with R rows.
+Draw = Callable[[Index, Float32[Array, "R V"]], tuple[Int[Array, " R"], Any]]
 
 
 @pytree_dataclass
@@ -43,6 +46,7 @@ class DraftOutput:
     ids: Int[Array, "R G"]
     logits: Float32[Array, "R G V"]  # each draft was drawn from its own; the Markov bias is included
     confidence: Float32[Array, "R G"]  # logit of the chance that a draft is accepted if those before it are
+    extras: Any  # what else `draw` returned, stacked: [R, G, ...]
     stages: dict[str, Array]  # the stages that `capture` asked for; R * G rows lead
 
 
@@ -55,9 +59,9 @@ class Block:
     context_start: Int[Array, " T"]  # and of the oldest one that was ever written
 
 
-def greedy(_: int, logits: Float32[Array, "R V"]) -> Int[Array, " R"]:
+def greedy(_: Index, logits: Float32[Array, "R V"]) -> tuple[Int[Array, " R"], tuple[()]]:
     """The id with the largest logit, the lowest one among equals."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), ()
 
 
 def write_context(
@@ -113,7 +117,7 @@ def draft_block(
     """G drafts for each request, behind its newest token (spec: dspark 4).
 
     anchors: the newest tokens, at `positions`; the context of the positions before must be in the rings already. Slot
-    -1 is padding, whose drafts mean nothing. `draw` is called once for each place of the block, in order; it should
+    -1 is padding, whose drafts mean nothing. `draw` is traced once, for every place of the block in order; it should
     treat each request on its own. context_starts: first position with a context row, 0 unless a prefix was taken over
     without its rings. capture: patterns of stage names ("mtp.1.attn_out", "mtp.*.router_ids"; see `Stages`).
     """
@@ -145,10 +149,9 @@ def draft_block(
         has_fixed_trips=config.has_fixed_trips,
     )
     by_request = lambda x: x.reshape(num_requests, size, x.shape[-1])  # noqa: E731
-    ids, logits, confidence = _draw_in_order(
-        draft, by_request(base), by_request(hidden), anchors, slots, draw, config=config
-    )
-    return DraftOutput(ids=ids, logits=logits, confidence=confidence, stages=stages.finish())
+    drawn = _draw_in_order(draft, by_request(base), by_request(hidden), anchors, slots, draw, config=config)
+    ids, logits, confidence, extras = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), drawn)
+    return DraftOutput(ids=ids, logits=logits, confidence=confidence, extras=extras, stages=stages.finish())
 
 
 def _draft_of(params: Params) -> DraftParams:
@@ -285,8 +288,8 @@ def _draw_in_order(
     draw: Draw,
     *,
     config: RuntimeConfig,
-) -> tuple[Int[Array, "R G"], Float32[Array, "R G V"], Float32[Array, "R G"]]:
-    """Ids, logits and confidences: the token before each draft adds a bias to its logits, in float32."""
+) -> tuple[Int[Array, "G R"], Float32[Array, "G R V"], Float32[Array, "G R"], Any]:
+    """Ids, logits, confidences and what else was drawn: the token before each draft adds a bias to its logits."""
     num_live = paged.num_leading(slots >= 0)
 
     def on_tile(token: Array, base: Array, hidden: Array) -> tuple[Array, Array]:
@@ -294,19 +297,20 @@ def _draw_in_order(
         features = jnp.concatenate([hidden.astype(jnp.float32), embedding], axis=1)
         return base + linear_f32(embedding, draft.markov.head), linear_f32(features, draft.confidence)[:, 0]
 
-    token, ids, logits, confidence = anchors, [], [], []
-    for place in range(base.shape[1]):
-        own_logits, own_confidence = map_rows(
+    def one_place(token: Array, place: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array, Array, Any]]:
+        index, base, hidden = place
+        logits, confidence = map_rows(
             on_tile,
             token,
-            base[:, place],
-            hidden[:, place],
+            base,
+            hidden,
             tile=config.product_tile,
             num_live=num_live,
             has_fixed_trips=config.has_fixed_trips,
         )
-        token = draw(place, own_logits)
-        ids.append(token)
-        logits.append(own_logits)
-        confidence.append(own_confidence)
-    return jnp.stack(ids, axis=1), jnp.stack(logits, axis=1), jnp.stack(confidence, axis=1)
+        token, extras = draw(index, logits)
+        return token, (token, logits, confidence, extras)
+
+    index = jnp.arange(base.shape[1], dtype=jnp.int32)
+    places = (index, jnp.swapaxes(base, 0, 1), jnp.swapaxes(hidden, 0, 1))
+    return lax.scan(one_place, anchors.astype(jnp.int32), places)[1]

@@ -43,13 +43,22 @@ def constants_of(config: ModelConfig) -> EngramConstants:
 
 
 def token_context(
-    token_map: Int[Array, " V"], state: State, tokens: Int[Array, " T"], rows: Rows, *, config: RuntimeConfig
+    token_map: Int[Array, " V"],
+    state: State,
+    tokens: Int[Array, " T"],
+    rows: Rows,
+    is_image: Bool[Array, " T"] | None = None,
+    *,
+    config: RuntimeConfig,
 ) -> tuple[Int[Array, "T M"], Bool[Array, "T M"], State]:
     """Compressed ids of each row and of the tokens before it, which of them exist, and the state with this step's ids.
 
-    Older tokens come from this step's rows where they are here, else from the request's history ring.
+    Older tokens come from this step's rows where they are here, else from the request's history ring. Image rows have
+    the compressed id DEAD (spec: engram 2.3); is_image None: every row is text.
     """
     compressed = token_map[tokens]
+    if is_image is not None:
+        compressed = jnp.where(is_image, engram_math.DEAD, compressed)
     index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     slots = jnp.maximum(rows.slots, 0)
     columns, exists = [], []
@@ -74,11 +83,13 @@ def engram(
     exists: Bool[Array, "T M"],
     rows: Rows,
     layer: Layer,
+    is_image: Bool[Array, " T"] | None = None,
     *,
     config: RuntimeConfig,
     stages: Stages,
 ) -> Float[Array, "T C D"]:
-    """The streams with the looked-up memory mixed in, at layers that have a table."""
+    """The streams with the looked-up memory mixed in, at layers that have a table; those of image rows unchanged."""
+    is_text = rows.is_live if is_image is None else rows.is_live & ~is_image
 
     def with_table(ordinal: int) -> Float[Array, "T C D"]:
         wkv = dequantize(layer_slice(params.wkv, ordinal), streams.dtype)
@@ -91,7 +102,7 @@ def engram(
             mixed = _mix_in(params, wkv, entering, hashed, is_text, ordinal=ordinal, config=config)
             return stages.note(f"{prefix}.engram_out", mixed)
 
-        return stages.map_rows(on_tile, streams, context, exists, rows.is_live, num_live=rows.num_live, config=config)
+        return stages.map_rows(on_tile, streams, context, exists, is_text, num_live=rows.num_live, config=config)
 
     tables = [lambda ordinal=ordinal: with_table(ordinal) for ordinal in range(len(params.embed))]
     return pick(layer.engram_kind, [lambda: streams, *tables])

@@ -18,10 +18,11 @@ from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
 from deepinfer_jax.model.variants import Layer, RopeTables, layer_weights, rope_tables
 from deepinfer_jax.ops import hyper, paged
+from deepinfer_jax.ops.engram import DEAD
 from deepinfer_jax.ops.invariant import ordered_sum, round_to
 from deepinfer_jax.ops.moe import combine
 from deepinfer_jax.ops.norm import rms_norm
-from deepinfer_jax.pytree import pytree_dataclass
+from deepinfer_jax.pytree import pytree_dataclass, static_field
 
 
 @pytree_dataclass
@@ -42,6 +43,12 @@ class Step:
     rows: Rows
     context: Int[Array, "T M"]  # compressed ids of each row and the tokens before it, for Engram
     exists: Bool[Array, "T M"]
+    has_images: bool = static_field(default=False)  # whether rows may be image rows
+
+    @property
+    def is_image(self) -> Bool[Array, " T"] | None:
+        """Which rows belong to images: Engram knows them by their own id. None where every row is text."""
+        return self.context[:, 0] == DEAD if self.has_images else None
 
 
 @pytree_dataclass
@@ -62,8 +69,18 @@ def apply_layer(
 
     Order: main KV and index K of this step, selection, attention over ring and new rows, then the ring.
     """
-    rows = step.rows
-    streams = engram(params.engram, carry.streams, step.context, step.exists, rows, layer, config=config, stages=stages)
+    rows, is_image = step.rows, step.is_image
+    streams = engram(
+        params.engram,
+        carry.streams,
+        step.context,
+        step.exists,
+        rows,
+        layer,
+        is_image,
+        config=config,
+        stages=stages,
+    )
     features = carry.features
     if features is not None:
         features = features.at[:, layer.target_ordinal].set(_stream_mean(streams), mode="drop")
@@ -95,7 +112,7 @@ def apply_layer(
     window = paged.put_rows(window, new.new_kv, layer.layer, slots, places)
     state = dataclasses.replace(state, window=window)
     streams, pre = finish(
-        params, attention_params, out, entered, rows, layer, prefix=prefix, config=config, stages=stages
+        params, attention_params, out, entered, rows, layer, is_image, prefix=prefix, config=config, stages=stages
     )
     return Carry(streams=streams, pre=pre, selection=selection, state=state, features=features)
 
@@ -136,25 +153,34 @@ def finish(
     entered: Entered,
     rows: Rows,
     layer: Layer,
+    is_image: Bool[Array, " T"] | None = None,
     *,
     prefix: str,
     config: RuntimeConfig,
     stages: Stages,
 ) -> tuple[Float[Array, "T C D"], Float32[Array, "T C"]]:
-    """Output projection, expert sublayer, and the streams and pre-mix for the next layer."""
+    """Output projection, expert sublayer, and the streams and pre-mix for the next layer.
+
+    Image rows choose their experts by a bias of their own; is_image None: every row is text.
+    """
     index = layer.layer
     mixer, norm = layer_slice(params.hc_ffn, index), params.ffn_norm[index]
     shared = layer_weights(params.moe.shared, index, dtype=attended.dtype)
-    gate, bias = params.moe.gate[index], params.moe.bias[index]
+    gate, bias = params.moe.gate[index], params.moe.bias[index][None, :]
 
-    def before_experts(stages: Stages, attended: Array, entered: Entered) -> tuple[Array, hyper.Mix, Routed]:
+    def before_experts(
+        stages: Stages, attended: Array, entered: Entered, is_image: Array | None
+    ) -> tuple[Array, hyper.Mix, Routed]:
         out = attending.project_out(own, attended, entered.tables, config=config)
         out = stages.note(f"{prefix}.attn_out", out)
         streams = stages.note(f"{prefix}.stream_mid", hyper.expand(out, entered.streams, entered.mix))
         mix = _mix(mixer, streams, f"{prefix}.hc_ffn", config=config, stages=stages)
         u = rms_norm(hyper.collapse(streams, entered.mix.pre), norm, eps=config.model.rms_norm_eps)
         u = stages.note(f"{prefix}.ffn_in", u)
-        return streams, mix, route(gate, bias, shared, u, prefix=prefix, config=config, stages=stages)
+        own_bias = bias
+        if is_image is not None:
+            own_bias = jnp.where(is_image[:, None], params.moe.bias_vl[index][None, :], bias)
+        return streams, mix, route(gate, own_bias, shared, u, prefix=prefix, config=config, stages=stages)
 
     def after_experts(
         stages: Stages, outputs: Array, shared_out: Array, streams: Array, mix: hyper.Mix
@@ -164,7 +190,7 @@ def finish(
         return streams, stages.note(f"{prefix}.pre_mix_out", mix.pre)
 
     live = rows.num_live
-    streams, mix, routed = stages.map_rows(before_experts, attended, entered, num_live=live, config=config)
+    streams, mix, routed = stages.map_rows(before_experts, attended, entered, is_image, num_live=live, config=config)
     outputs = run_experts(params.moe.experts, routed, rows.is_live, layer=index, config=config)
     return stages.map_rows(after_experts, outputs, routed.shared_out, streams, mix, num_live=live, config=config)
 

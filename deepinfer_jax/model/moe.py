@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.params import ExpertParams
 from deepinfer_jax.model.stages import Stages
-from deepinfer_jax.model.variants import Index
+from deepinfer_jax.model.variants import Index, layer_weights
 from deepinfer_jax.ops import moe as experts_math
 from deepinfer_jax.ops.quant import fp8_roundtrip
 from deepinfer_jax.pytree import pytree_dataclass
@@ -22,9 +22,14 @@ class Routed:
     shared_out: Float[Array, "T D"]
 
 
+@pytree_dataclass
+class EveryExpert(ExpertParams):
+    """Routed experts that all compute all rows: what training puts in the place of the others in `MoeParams`."""
+
+
 def route(
     gate: Float[Array, "E D"],
-    bias: Float32[Array, " E"],
+    bias: Float32[Array, "*T E"],
     shared: ExpertParams,
     u: Float[Array, "T D"],
     *,
@@ -35,7 +40,7 @@ def route(
     """Expert choice and shared expert."""
     model, quantizes = config.model, config.policy.quantizes_activations
     scores = stages.note(f"{prefix}.router_scores", experts_math.router_scores(u, gate))
-    ids = experts_math.choose_experts(scores, bias[None, :], count=model.num_experts_per_tok)
+    ids = experts_math.choose_experts(scores, bias, count=model.num_experts_per_tok)
     ids = stages.note(f"{prefix}.router_ids", ids)
     weights = experts_math.expert_weights(scores, ids, scaling=model.routed_scaling_factor)
     weights = stages.note(f"{prefix}.router_weights", weights)
@@ -50,8 +55,13 @@ def route(
 def run_experts(
     experts: ExpertParams, routed: Routed, is_live: Bool[Array, " T"], *, layer: Index, config: RuntimeConfig
 ) -> Float[Array, "T A D"]:
-    """Output of every chosen expert; padding rows cost no expert work. Weights are unpacked one expert at a time."""
+    """Output of every chosen expert; padding rows cost no expert work. Weights are unpacked one expert at a time.
+
+    `EveryExpert` gives the sum of the outputs in place of A outputs, for padding rows too.
+    """
     model = config.model
+    if isinstance(experts, EveryExpert):
+        return _run_every_expert(experts, routed, layer=layer, config=config)[:, None]
 
     def apply(expert: Int[Array, ""], x: Float[Array, "B D"], weight: Float32[Array, " B"]) -> Float[Array, "B D"]:
         own: ExpertParams = jax.tree.map(lambda a: a[layer, expert], experts)
@@ -74,4 +84,20 @@ def run_experts(
         num_experts=model.n_routed_experts,
         tile=config.row_tile,
         has_fixed_trips=config.has_fixed_trips,
+    )
+
+
+def _run_every_expert(
+    experts: EveryExpert, routed: Routed, *, layer: Index, config: RuntimeConfig
+) -> Float[Array, "T D"]:
+    own = layer_weights(experts, layer, dtype=routed.u.dtype)
+    return experts_math.every_expert(
+        routed.u,
+        routed.expert_ids,
+        routed.weights,
+        own.w1,
+        own.w2,
+        own.w3,
+        limit=config.model.swiglu_limit,
+        quantizes=config.policy.quantizes_activations,
     )

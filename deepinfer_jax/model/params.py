@@ -1,10 +1,9 @@
 """The parameter tree, its schema, and seeded random parameters of any shape."""
 
-import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +13,11 @@ from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import sources_of_ratio
-from deepinfer_jax.ops.quant import FP8_GROUP, ScaledArray
+from deepinfer_jax.model.leaves import LeafSpec, Storage, node_of
+from deepinfer_jax.model.vision_params import VISION_PREFIX, VisionParams, build_vision
+from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.pytree import pytree_dataclass
 
-Storage = Literal["fp8", "fp4", "fp8_rows", "bf16", "f32", "int32"]
-WEIGHT_BLOCK = 32
 DRAFT_PREFIX = "draft."  # of the schema paths of the draft stages
 
 
@@ -122,7 +121,7 @@ class DraftParams:
 
 @pytree_dataclass
 class Params:
-    """Everything the text network reads; the draft stages only where they are wanted."""
+    """Everything the text network reads; the draft stages and the vision tower only where they are wanted."""
 
     embed: Float[Array, "V D"]
     head: Float[Array, "V D"]
@@ -137,70 +136,7 @@ class Params:
     moe: MoeParams
     engram: EngramParams
     draft: DraftParams | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeafSpec:
-    """One leaf of the tree: its path, how it is stored, and what its axes mean.
-
-    shape: the logical shape; `axes` names each axis for sharding. stack: the layer ids stacked in the first axis,
-    None where the leaf belongs to the model as a whole. The last two axes of a weight are [out, in].
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    storage: Storage
-    axes: tuple[str, ...]
-    stack: tuple[int, ...] | None = None
-
-    @property
-    def payload_shape(self) -> tuple[int, ...]:
-        """Shape of the stored values; two FP4 values share a byte."""
-        return (*self.shape[:-1], self.shape[-1] // 2) if self.storage == "fp4" else self.shape
-
-    @property
-    def scale_shape(self) -> tuple[int, ...] | None:
-        """Shape of the scales, None for unscaled storage."""
-        if self.storage not in ("fp8", "fp4", "fp8_rows"):
-            return None
-        rows = -(-self.shape[-2] // WEIGHT_BLOCK) if self.storage == "fp8" else self.shape[-2]
-        return (*self.shape[:-2], rows, self.shape[-1] // FP8_GROUP)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the payload."""
-        return np.dtype(_PAYLOAD_DTYPES[self.storage])
-
-    @property
-    def num_parameters(self) -> int:
-        """Logical values, scales not counted."""
-        return int(np.prod(self.shape))
-
-    @property
-    def num_bytes(self) -> int:
-        """Stored bytes, scales included."""
-        scale = int(np.prod(self.scale_shape)) if self.scale_shape is not None else 0
-        return int(np.prod(self.payload_shape)) * self.dtype.itemsize + scale
-
-    def leaf(self, make: Callable[[str, tuple[int, ...], np.dtype], Any]) -> Any:
-        """The leaf with arrays from `make(part, shape, dtype)`; part is "payload" or "scale"."""
-        payload = make("payload", self.payload_shape, self.dtype)
-        if self.scale_shape is None:
-            return payload
-        block = (WEIGHT_BLOCK, WEIGHT_BLOCK) if self.storage == "fp8" else (1, FP8_GROUP)
-        scale = make("scale", self.scale_shape, np.dtype(np.uint8))
-        form = "fp4" if self.storage == "fp4" else "fp8"
-        return _unchecked(ScaledArray, {"payload": payload, "scale": scale, "form": form, "block": block})
-
-
-_PAYLOAD_DTYPES: dict[str, Any] = {
-    "fp8": np.uint8,  # packed forms are raw bytes, see ScaledArray
-    "fp4": np.uint8,
-    "fp8_rows": np.uint8,
-    "bf16": ml_dtypes.bfloat16,
-    "f32": np.float32,
-    "int32": np.int32,
-}
+    vision: VisionParams | None = None
 
 
 @functools.cache
@@ -286,12 +222,10 @@ def schema(config: ModelConfig) -> tuple[LeafSpec, ...]:
 def build_params(leaves: Mapping[str, Any], config: ModelConfig) -> Params:
     """The tree from one value for each path of the schema (arrays, shape structs, shardings).
 
-    Draft stages are part of it where values for the paths of the draft schema are among them.
+    Draft stages and the vision tower are part of it where values for the paths of their schemas are among them.
     """
 
-    def part[C](cls: type[C], prefix: str, **given: Any) -> C:
-        names = [f.name for f in dataclasses.fields(cls) if f.name not in given]  # type: ignore[arg-type]
-        return _unchecked(cls, {name: leaves[f"{prefix}{name}"] for name in names} | given)
+    part = functools.partial(node_of, leaves)
 
     def blocks[C](cls: type[C], prefix: str, **given: Any) -> C:
         return part(
@@ -316,6 +250,7 @@ def build_params(leaves: Mapping[str, Any], config: ModelConfig) -> Params:
         Params,
         "",
         draft=draft,
+        vision=build_vision(leaves) if any(path.startswith(VISION_PREFIX) for path in leaves) else None,
         compressor=part(CompressorParams, "compressor."),
         indexer=part(IndexerParams, "indexer."),
         engram=part(
@@ -324,13 +259,6 @@ def build_params(leaves: Mapping[str, Any], config: ModelConfig) -> Params:
             embed=tuple(leaves[f"engram.embed.{i}"] for i in range(len(config.engram_layer_ids))),
         ),
     )
-
-
-def _unchecked[C](cls: type[C], values: dict[str, Any]) -> C:
-    """An instance filled without `__init__`, so that shape structs and shardings may stand for arrays."""
-    node = object.__new__(cls)
-    node.__dict__.update(values)
-    return node
 
 
 def leaf_at(params: Params, path: str) -> Any:
@@ -381,7 +309,7 @@ def random_part(rng: np.random.Generator, spec: LeafSpec, part: str, shape: tupl
         return jnp.asarray(rng.integers(0, 256, shape, dtype=np.uint8))
     name = spec.path.rsplit(".", 1)[-1]
     values = rng.standard_normal(shape, dtype=np.float32)
-    if name.endswith("norm") or name in ("q_weight", "k_weight"):
+    if "norm" in name or name in ("q_weight", "k_weight"):
         values = 1.0 + 0.1 * values
     elif name == "scale":
         values = 0.5 + 0.1 * values

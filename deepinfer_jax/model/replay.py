@@ -58,7 +58,11 @@ def cut_to_tail(
         step.rows.page_table,
     )
     cut = Carry(
-        streams=carry.streams[at], pre=carry.pre[at], selection=empty_selection(rows, config=config), state=state
+        streams=carry.streams[at],
+        pre=carry.pre[at],
+        selection=empty_selection(rows, config=config),
+        state=state,
+        features=None if carry.features is None else carry.features[at],
     )
     short = Step(rows=rows, context=step.context[at], exists=step.exists[at])
     return short, cut, _place_in(tail_rows, is_row, logit_rows, step.rows.positions.shape[0])

@@ -9,7 +9,9 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from deepinfer_jax.config.model import ModelConfig
-from deepinfer_jax.model.params import LeafSpec, Params, build_params, schema
+from deepinfer_jax.model.leaves import LeafSpec
+from deepinfer_jax.model.params import Params, build_params
+from deepinfer_jax.model.parts import wanted_schema
 from deepinfer_jax.model.state import State
 from deepinfer_jax.parallel.mesh import AnyMesh, Rules, padded_shape, sharding_for
 
@@ -37,17 +39,22 @@ def part_sharding(
     return sharding_for(mesh, spec.axes, shape, rules=rules, name=f"{spec.path} ({part})")
 
 
-def param_shardings(config: ModelConfig, mesh: AnyMesh | None, rules: Rules | None = None) -> Params:
+def param_shardings(
+    config: ModelConfig, mesh: AnyMesh | None, rules: Rules | None = None, *, with_vision: bool = False
+) -> Params:
     """A tree of shardings in place of the arrays of `Params`."""
 
     def make(spec: LeafSpec) -> Callable[[str, tuple[int, ...], np.dtype], Sharding]:
         return lambda part, shape, _: part_sharding(spec, part, shape, mesh, rules)
 
-    placed = (placed_spec(spec, mesh, rules) for spec in schema(config))
+    wanted = wanted_schema(config, with_draft=False, with_vision=with_vision)
+    placed = (placed_spec(spec, mesh, rules) for spec in wanted)
     return build_params({spec.path: spec.leaf(make(spec)) for spec in placed}, config)
 
 
-def placed_params(config: ModelConfig, mesh: AnyMesh | None, rules: Rules | None = None) -> Params:
+def placed_params(
+    config: ModelConfig, mesh: AnyMesh | None, rules: Rules | None = None, *, with_vision: bool = False
+) -> Params:
     """A tree of shape structs with the shardings and padded shapes that loading gives."""
 
     def make(spec: LeafSpec) -> Callable[[str, tuple[int, ...], np.dtype], jax.ShapeDtypeStruct]:
@@ -55,7 +62,8 @@ def placed_params(config: ModelConfig, mesh: AnyMesh | None, rules: Rules | None
             shape, dtype, sharding=part_sharding(spec, part, shape, mesh, rules)
         )
 
-    placed = (placed_spec(spec, mesh, rules) for spec in schema(config))
+    wanted = wanted_schema(config, with_draft=False, with_vision=with_vision)
+    placed = (placed_spec(spec, mesh, rules) for spec in wanted)
     return build_params({spec.path: spec.leaf(make(spec)) for spec in placed}, config)
 
 

@@ -17,25 +17,6 @@ RATIOS = (2, 1)  # compression ratios that have caches, in the order of the cach
 
 
 @pytree_dataclass
-class State:
-    """Caches and rings of all slots. Rows of position p live in ring row p modulo the ring's length.
-
-    window: [layers, S, ring, L] window KV, FP8 with 16 scale bytes (528 bytes a row in the released shape).
-    main_kv, index_k: one cache for each ratio of `RATIOS`: [sources, P, page entries, width], FP4 with E4M3 scales
-        (288 bytes) and FP4 with power-of-two scales (68 bytes).
-    tails: [ratio-2 sources, S, tail, L2 = 2 L] unrounded [kv | score] rows of the compressors.
-    history: [S, history] compressed token ids for Engram, -1 for image tokens.
-    Under the policy fp32_noqdq the caches hold float32 rows without scales.
-    """
-
-    window: ScaledArray
-    main_kv: tuple[ScaledArray, ScaledArray]
-    index_k: tuple[ScaledArray, ScaledArray]
-    tails: Float32[Array, "N S Q L2"]
-    history: Int[Array, "S M"]
-
-
-@pytree_dataclass
 class DraftState:
     """What the drafter keeps of all slots (spec: dspark 3); position p lives in ring row p modulo the ring's length.
 
@@ -45,7 +26,28 @@ class DraftState:
     window: ScaledArray
 
 
-def init_state(config: RuntimeConfig, *, num_slots: int, num_pages: int) -> State:
+@pytree_dataclass
+class State:
+    """Caches and rings of all slots. Rows of position p live in ring row p modulo the ring's length.
+
+    window: [layers, S, ring, L] window KV, FP8 with 16 scale bytes (528 bytes a row in the released shape).
+    main_kv, index_k: one cache for each ratio of `RATIOS`: [sources, P, page entries, width], FP4 with E4M3 scales
+        (288 bytes) and FP4 with power-of-two scales (68 bytes).
+    tails: [ratio-2 sources, S, tail, L2 = 2 L] unrounded [kv | score] rows of the compressors.
+    history: [S, history] compressed token ids for Engram, -1 for image tokens.
+    draft: the drafter's rings; None where nothing is drafted. The backbone hands it on as it is.
+    Under the policy fp32_noqdq the caches hold float32 rows without scales.
+    """
+
+    window: ScaledArray
+    main_kv: tuple[ScaledArray, ScaledArray]
+    index_k: tuple[ScaledArray, ScaledArray]
+    tails: Float32[Array, "N S Q L2"]
+    history: Int[Array, "S M"]
+    draft: DraftState | None = None
+
+
+def init_state(config: RuntimeConfig, *, num_slots: int, num_pages: int, with_draft: bool = False) -> State:
     """An empty state for `num_slots` requests and `num_pages` pages of `config.page_tokens` tokens."""
     if num_slots < 1 or num_pages < 1:
         raise ValueError(f"num_slots={num_slots} and num_pages={num_pages} must both be at least 1")
@@ -67,6 +69,7 @@ def init_state(config: RuntimeConfig, *, num_slots: int, num_pages: int) -> Stat
         ),
         tails=jnp.zeros((len(sources_of_ratio(model, 2)), num_slots, config.tail_len, 2 * model.head_dim), jnp.float32),
         history=jnp.zeros((num_slots, config.history_len), jnp.int32),
+        draft=init_draft_state(config, num_slots=num_slots) if with_draft else None,
     )
 
 
@@ -112,10 +115,12 @@ def take_request(state: State, slot: Int[Array, ""], pages: Int[Array, " M"]) ->
 
 def put_request(state: State, request: State, slot: Int[Array, ""], pages: Int[Array, " M"]) -> State:
     """The state with what `take_request` gave in this slot and these pages; pages of -1 are left out."""
-    written = jax.tree.map(lambda a, own: _put(a, slot[None], own, 1), state.window, request.window)
+    rings, own_rings = (state.window, state.draft), (request.window, request.draft)
+    window, draft = jax.tree.map(lambda a, own: _put(a, slot[None], own, 1), rings, own_rings)
     state = dataclasses.replace(
         state,
-        window=written,
+        window=window,
+        draft=draft,
         tails=_put(state.tails, slot[None], request.tails, 1),
         history=_put(state.history, slot[None], request.history, 0),
     )
@@ -128,6 +133,7 @@ def _with_slots(state: State, change: Callable[[Array, int], Array]) -> State:
     return dataclasses.replace(
         state,
         window=jax.tree.map(lambda a: change(a, 1), state.window),
+        draft=jax.tree.map(lambda a: change(a, 1), state.draft),
         tails=change(state.tails, 1),
         history=change(state.history, 0),
     )

@@ -117,6 +117,32 @@ def routed_experts(
     return outputs.at[places].get(mode="fill", fill_value=0).reshape(rows, per_row, u.shape[1])
 
 
+def every_expert(
+    u: Float[Array, "T D"],
+    expert_ids: Int[Array, "T A"],
+    weights: Float32[Array, "T A"],
+    w1: Float[Array, "E N D"],
+    w2: Float[Array, "E D N"],
+    w3: Float[Array, "E N D"],
+    *,
+    limit: float,
+    quantizes: bool,
+) -> Float[Array, "T D"]:
+    """Sum of the chosen experts of each row, computed by all experts on all rows: for training small models.
+
+    One product for each matrix of all experts together; an expert that a row did not choose has weight 0. The sum over
+    experts happens inside the last product, in float32, and is rounded once. Differentiable, also in the weights.
+    """
+    experts, inner, width = w1.shape
+    ids = jnp.arange(experts, dtype=jnp.int32)[None, :]
+    shares = [jnp.where(expert_ids[:, a, None] == ids, weights[:, a, None], 0.0) for a in range(expert_ids.shape[1])]
+    per_expert = ordered_sum(shares).reshape(-1)
+    gate, up = (linear(u, w.reshape(experts * inner, width)).reshape(-1, inner) for w in (w1, w3))
+    hidden = swiglu(gate, up, per_expert, limit=limit)
+    hidden = (fp8_roundtrip(hidden) if quantizes else hidden).reshape(u.shape[0], experts * inner)
+    return linear(hidden, w2.transpose(1, 0, 2).reshape(width, experts * inner))
+
+
 def combine(routed: Float[Array, "T A D"], shared: Float[Array, "T D"]) -> Float[Array, "T D"]:
     """The routed outputs added in slot order and the shared output last, in float32, rounded once."""
     terms = [routed[:, a].astype(jnp.float32) for a in range(routed.shape[1])]

@@ -51,6 +51,7 @@ class Purpose(enum.IntEnum):
     FRESH = 0  # the draw of a token
     RESIDUAL = 1  # the draw from the residual after a rejected draft
     ACCEPT = 2  # the accept test of a draft
+    DRAFT = 3  # the drafter's draw where it must be independent of the three above
 
 
 def threefry2x32(

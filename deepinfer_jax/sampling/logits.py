@@ -99,8 +99,9 @@ def sample(
     edits: Edits | None = None,
     allowed: Bool[Array, "T V"] | None = None,
     settings: SampleSettings = SampleSettings(),
+    purpose: draw.Purpose = draw.Purpose.FRESH,
 ) -> SampleOutput:
-    """Chooses one token for each row: forced, else argmax for greedy rows, else the fresh draw.
+    """Chooses one token for each row: forced, else argmax for greedy rows, else the draw with the noise of `purpose`.
 
     Order: blacklist, suppressed token, allowed, edits, force_top_k, then as `process`, then the draw. A forced token
     may be one that is filtered out; its log-probability is then the floor. A row in which everything is forbidden has
@@ -116,7 +117,7 @@ def sample(
     if settings.force_top_k > 0:
         logits = filters.preselect(logits, settings.force_top_k)
     processed = process(logits, rows)
-    token_ids = _choose(logits, processed, rows)
+    token_ids = _choose(logits, processed, rows, purpose)
     token_logprobs = jnp.take_along_axis(processed.logprobs, token_ids[:, None], axis=1)[:, 0]
     smaller = (
         smaller_mass(processed, token_ids) if settings.computes_smaller else jnp.full_like(token_logprobs, NO_MASS)
@@ -126,7 +127,9 @@ def sample(
     )
 
 
-def _choose(logits: Float32[Array, "T V"], processed: Processed, rows: SampleRows) -> Int32[Array, " T"]:
+def _choose(
+    logits: Float32[Array, "T V"], processed: Processed, rows: SampleRows, purpose: draw.Purpose
+) -> Int32[Array, " T"]:
     best = jnp.argmax(logits, axis=1).astype(jnp.int32)
 
     def drawn() -> Int32[Array, " T"]:
@@ -136,7 +139,7 @@ def _choose(logits: Float32[Array, "T V"], processed: Processed, rows: SampleRow
             rows.seed_lo,
             rows.seed_hi,
             rows.positions,
-            purpose=draw.Purpose.FRESH,
+            purpose=purpose,
         )
 
     token_ids = jax.lax.cond(jnp.all(rows.is_greedy), lambda: best, drawn)

@@ -1,10 +1,10 @@
 """A plan as one int32 array, padded to a compiled size: what a step is told in a single transfer.
 
-Layout, for T rows, N logit rows, U tail rows, S slots and M page columns: the arrays of `ROW_FIELDS`, T numbers each,
-then those of `LOGIT_FIELDS`, N numbers each, then `tail_rows`, U numbers, then the page table, S * M numbers, back to
-back. U is 0 where every row runs every layer. Fields of `FLOAT_FIELDS` hold the bits of a float32, seed words those of
-a uint32. Padding rows have slot -1, padding logit rows -1; they sample greedily, so that they cause no work. A token
-of -1 is the last one drawn for its slot, which is still on the device.
+A step is told chunks; the device makes rows of them (`engine/layout.py`), since only it knows how many drafts of an
+unread step stay. Layout, for C chunks, W forced tokens of each, P tokens, S slots and M page columns: the arrays of
+`CHUNK_FIELDS`, C numbers each, then `forced`, C * W numbers, then `tokens`, P numbers, then `budget`, one number, then
+the page table, S * M numbers, back to back. Fields of `FLOAT_FIELDS` hold the bits of a float32, seed words those of
+a uint32. Padding chunks have slot -1 and no rows.
 """
 
 import dataclasses
@@ -20,25 +20,36 @@ from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams, forced_token
 from deepinfer_jax.scheduler.plan import Chunk, RankPlan
 from deepinfer_jax.scheduler.sequence import Copy
 
-ROW_FIELDS = ("tokens", "positions", "slots", "tail_starts", "window_starts")
-# What a request's options fix for all its steps, and all that is told for each logit row.
+# What a request's options fix for all its steps.
 OPTION_FIELDS = ("seed_lo", "seed_hi", "inverse_temperature", "top_p", "min_p_distance", "top_k", "is_greedy")
-LOGIT_FIELDS = ("logit_rows", "draw_slots", "draw_positions", "suppressed_ids", "forced_ids", *OPTION_FIELDS)
+CHUNK_FIELDS = (
+    "slots",
+    "starts",  # position of the first row, unless `follows`
+    "follows",  # 1: the chunk begins with the newest token of its slot, whose step is unread
+    "lengths",  # rows, all drafts included
+    "num_drafts",  # rows at the end that hold drafts of the slot; the device may verify fewer
+    "token_starts",  # place of the first token in `tokens`; drafts, and a first token that follows, are not there
+    "draws",  # 1: the last row, and every draft, draws a token
+    "scores",  # 1: every row has a logit row
+    "next_tokens",  # the known token behind the chunk, -1 if there is none
+    "tail_starts",
+    "window_starts",
+    "suppressed_ids",  # may not be drawn
+    "forced_starts",  # position of the first of the chunk's forced tokens
+    *OPTION_FIELDS,
+)
 FLOAT_FIELDS = frozenset({"inverse_temperature", "top_p", "min_p_distance"})
 COPY_FIELDS = ("source_slot", "target_slot", "source_page", "target_page")
-LAST_DRAWN = -1  # as a token: the last one drawn for the slot
 _PADDING: dict[str, float] = {
     "slots": -1,
-    "tail_rows": -1,
-    "logit_rows": -1,
-    "draw_slots": -1,
+    "next_tokens": NO_TOKEN,
+    "suppressed_ids": NO_TOKEN,
+    "forced": NO_TOKEN,
     "inverse_temperature": 1.0,
     "top_p": 1.0,
     "min_p_distance": np.inf,
     "top_k": -1,
     "is_greedy": 1,
-    "suppressed_ids": NO_TOKEN,
-    "forced_ids": NO_TOKEN,
 }
 
 
@@ -62,16 +73,26 @@ class RequestOptions:
         return np.array([*words, *floats, params.top_k, params.is_greedy], np.int32)
 
 
-def fields_of(packed: Any, *, num_rows: int, num_logits: int, num_tail: int, num_pages: int) -> dict[str, Any]:
+def num_forced(max_drafts: int) -> int:
+    """Forced tokens that a chunk is told: for its draws and the drafts behind them, wherever it starts."""
+    return 3 * max_drafts + 1
+
+
+def packed_len(*, num_chunks: int, num_tokens: int, num_slots: int, num_pages: int, max_drafts: int) -> int:
+    """Numbers in a packed array."""
+    return num_chunks * (len(CHUNK_FIELDS) + num_forced(max_drafts)) + num_tokens + 1 + num_slots * num_pages
+
+
+def fields_of(packed: Any, *, num_chunks: int, num_tokens: int, num_pages: int, max_drafts: int) -> dict[str, Any]:
     """The part of each field in a packed array, host or device, still int32."""
-    ends = np.cumsum([len(ROW_FIELDS) * num_rows, len(LOGIT_FIELDS) * num_logits, num_tail])
-    rows = packed[: ends[0]].reshape(len(ROW_FIELDS), num_rows)
-    logits = packed[ends[0] : ends[1]].reshape(len(LOGIT_FIELDS), num_logits)
-    parts = {name: rows[i] for i, name in enumerate(ROW_FIELDS)}
-    parts |= {name: logits[i] for i, name in enumerate(LOGIT_FIELDS)}
-    return parts | {
-        "tail_rows": packed[ends[1] : ends[2]],
-        "page_table": packed[ends[2] :].reshape(-1, num_pages),
+    sizes = [len(CHUNK_FIELDS) * num_chunks, num_chunks * num_forced(max_drafts), num_tokens, 1]
+    ends = np.cumsum(sizes)
+    chunks = packed[: ends[0]].reshape(len(CHUNK_FIELDS), num_chunks)
+    return {name: chunks[i] for i, name in enumerate(CHUNK_FIELDS)} | {
+        "forced": packed[ends[0] : ends[1]].reshape(num_chunks, -1),
+        "tokens": packed[ends[1] : ends[2]],
+        "budget": packed[ends[2] : ends[3]],
+        "page_table": packed[ends[3] :].reshape(-1, num_pages),
     }
 
 
@@ -79,42 +100,53 @@ def pack_step(
     plan: RankPlan,
     page_table: Int32[np.ndarray, "S Q"],
     *,
-    num_rows: int,
-    num_logits: int,
+    num_chunks: int,
+    num_tokens: int,
     num_pages: int,
-    num_tail: int = 0,
+    max_drafts: int,
 ) -> Int32[np.ndarray, " L"]:
-    """The packed array of one rank's part of a plan; an empty part gives a step of padding rows only."""
-    num_slots = page_table.shape[0]
-    length = len(ROW_FIELDS) * num_rows + len(LOGIT_FIELDS) * num_logits + num_tail + num_slots * num_pages
-    packed = np.zeros(length, np.int32)
-    fields = fields_of(packed, num_rows=num_rows, num_logits=num_logits, num_tail=num_tail, num_pages=num_pages)
+    """The packed array of one rank's part of a plan; an empty part gives a step without rows."""
+    sizes = {"num_chunks": num_chunks, "num_tokens": num_tokens, "num_pages": num_pages, "max_drafts": max_drafts}
+    packed = np.zeros(packed_len(num_slots=page_table.shape[0], **sizes), np.int32)
+    fields = fields_of(packed, **sizes)
     views = {name: part.view(np.float32) if name in FLOAT_FIELDS else part for name, part in fields.items()}
     for name, value in _PADDING.items():
         views[name][:] = value
     views["page_table"][:] = page_table[:, :num_pages]
-    if num_tail:
-        kept = tail_rows(plan)
-        views["tail_rows"][: len(kept)] = kept
-    row = logit_row = 0
-    for chunk in plan.chunks:
-        end = row + chunk.length
-        sequence = chunk.sequence
-        views["tokens"][row:end] = _tokens_of(chunk)
-        views["positions"][row:end] = np.arange(chunk.start, chunk.end)
-        views["slots"][row:end] = sequence.slot
-        views["tail_starts"][row:end] = sequence.tail_start
-        views["window_starts"][row:end] = sequence.window_start
-        row = end
-        for back in range(chunk.num_logits - 1, -1, -1):
-            first = len(ROW_FIELDS) * num_rows + logit_row
-            packed[first : first + len(LOGIT_FIELDS) * num_logits : num_logits] = (
-                row - 1 - back,
-                *(_scoring(chunk, chunk.end - back) if back or not chunk.draws else _drawing(chunk)),
-                *sequence.options.packed,
-            )
-            logit_row += 1
+    views["budget"][:] = plan.num_drafts if plan.budget is None else plan.budget
+    chunk_part = packed[: len(CHUNK_FIELDS) * num_chunks].reshape(len(CHUNK_FIELDS), num_chunks)
+    token_end = 0
+    for index, chunk in enumerate(plan.chunks):
+        known = chunk.known_tokens
+        views["tokens"][token_end : token_end + len(known)] = known
+        chunk_part[:, index] = (*_facts(chunk, token_end), *chunk.sequence.options.packed)
+        token_end += len(known)
+        if chunk.draws and chunk.sequence.options.params.golden_token_ids is not None:
+            first = chunk.first_unknown - len(chunk.sequence.prompt)
+            params = chunk.sequence.options.params
+            views["forced"][index] = [forced_token(params, first + i) for i in range(num_forced(max_drafts))]
     return packed
+
+
+def _facts(chunk: Chunk, token_start: int) -> tuple[int, ...]:
+    """The numbers of `CHUNK_FIELDS` that are not options."""
+    sequence = chunk.sequence
+    is_first = chunk.draws and chunk.output_index == 0
+    return (
+        sequence.slot,
+        chunk.start,
+        int(chunk.draw_source >= 0),
+        chunk.length,
+        chunk.num_drafts,
+        token_start,
+        int(chunk.draws),
+        int(chunk.scores),
+        NO_TOKEN if chunk.draws or chunk.end >= sequence.num_tokens else sequence.tokens_from(chunk.end, 1)[0],
+        sequence.tail_start,
+        sequence.window_start,
+        suppressed_token(sequence.options.params, 0) if is_first else NO_TOKEN,
+        chunk.first_unknown,
+    )
 
 
 def pack_copies(copies: Iterable[Copy], *, num_copies: int) -> Int32[np.ndarray, "C F"]:
@@ -123,31 +155,3 @@ def pack_copies(copies: Iterable[Copy], *, num_copies: int) -> Int32[np.ndarray,
     for row, copy in zip(packed, copies, strict=False):
         row[:] = [getattr(copy, name) for name in COPY_FIELDS]
     return packed
-
-
-def tail_rows(plan: RankPlan) -> list[int]:
-    """The rows of a step that run the decoder layers under compact replay."""
-    kept: list[int] = []
-    row = 0
-    for chunk in plan.chunks:
-        kept += range(row + chunk.length - chunk.num_tail_rows, row + chunk.length)
-        row += chunk.length
-    return kept
-
-
-def _tokens_of(chunk: Chunk) -> Any:
-    """The chunk's tokens; the first is on the device where the step that draws it is unread."""
-    if chunk.draw_source < 0:
-        return chunk.sequence.tokens_from(chunk.start, chunk.length)
-    return [LAST_DRAWN, *chunk.sequence.tokens_from(chunk.start + 1, chunk.length - 1)]
-
-
-def _drawing(chunk: Chunk) -> tuple[int, int, int, int]:
-    """Slot, position, suppressed and forced token of a chunk's next token."""
-    params, index = chunk.sequence.options.params, chunk.output_index
-    return chunk.sequence.slot, chunk.draw_position, suppressed_token(params, index), forced_token(params, index)
-
-
-def _scoring(chunk: Chunk, position: int) -> tuple[int, int, int, int]:
-    """The same for a known prompt token, which is forced so that its log-probability comes out."""
-    return -1, position, NO_TOKEN, chunk.sequence.prompt[position]

@@ -21,8 +21,10 @@ class Chunk:
     sequence: Sequence
     start: int  # position of the first row
     length: int
+    num_drafts: int = 0  # rows at the end that hold drafts; the others hold known tokens, or the newest one
     draws: bool  # False in the middle of a prompt
     draw_position: int  # of the first token drawn: behind a prompt's last row, or behind a decode chunk's first row
+    first_unknown: int  # position of the first token that the host does not know and that this may draw
     draw_source: int = -1  # place among `drawing` of the step in front whose token is this first row; -1: host has it
     epoch: int  # of the sequence; results are dropped once it has moved on
     scores: bool = False  # every row has a logit row: those in front of a known prompt token tell its probability
@@ -38,9 +40,21 @@ class Chunk:
         return self.epoch != self.sequence.epoch
 
     @property
+    def known_tokens(self) -> abc.Sequence[int]:
+        """The tokens of its rows that the host knows: all but drafts, and but a first one that is unread."""
+        if self.draw_source >= 0:
+            return ()
+        return self.sequence.tokens_from(self.start, self.length - self.num_drafts)
+
+    @property
+    def draw_row(self) -> int:
+        """Its first row that draws a token, where one does."""
+        return self.length - self.num_drafts - 1
+
+    @property
     def num_logits(self) -> int:
-        """Its logit rows; the one that draws is the last."""
-        return self.length if self.scores else int(self.draws)
+        """Its logit rows, the last ones; all drafts included."""
+        return self.length if self.scores else int(self.draws) + self.num_drafts
 
     @property
     def output_index(self) -> int:
@@ -59,6 +73,12 @@ class RankPlan:
 
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[Copy, ...] = ()
+    budget: int | None = None  # drafts that the device may verify in all; None: every one
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that could be verified."""
+        return sum(chunk.num_drafts for chunk in self.chunks)
 
     @property
     def drawing(self) -> tuple[Chunk, ...]:
@@ -66,24 +86,19 @@ class RankPlan:
         return tuple(chunk for chunk in self.chunks if chunk.draws)
 
     @property
-    def logit_chunks(self) -> tuple[tuple[Chunk, int], ...]:
-        """The chunks with logit rows, and the first of each."""
-        found, first = [], 0
-        for chunk in self.chunks:
-            if chunk.num_logits:
-                found.append((chunk, first))
-                first += chunk.num_logits
-        return tuple(found)
-
-    @property
     def num_logits(self) -> int:
         """Logit rows without padding."""
-        return sum(chunk.num_logits for chunk in self.chunks)
+        return sum(chunk.num_logits for chunk in self.chunks) - self._num_left_out
 
     @property
     def num_rows(self) -> int:
         """Rows without padding."""
-        return sum(chunk.length for chunk in self.chunks)
+        return sum(chunk.length for chunk in self.chunks) - self._num_left_out
+
+    @property
+    def _num_left_out(self) -> int:
+        """Drafts beyond the budget."""
+        return 0 if self.budget is None else max(0, self.num_drafts - self.budget)
 
     @property
     def num_tail_rows(self) -> int:
@@ -110,16 +125,24 @@ class Plan:
         return tuple(chunk for rank in self.ranks for chunk in rank.chunks)
 
     def check_tokens(self, tokens: Mapping[str, abc.Sequence[int]]) -> None:
-        """Raises ValueError unless there are as many tokens for each request as its chunk can have drawn."""
+        """Raises ValueError unless there are as many tokens for each request as its chunk can have drawn.
+
+        None for a request that sat the step out.
+        """
         for chunk in self.chunks:
             if chunk.draws and not chunk.is_stale:
-                most = 1 if self.is_prefill else chunk.length
+                most, least = chunk.num_drafts + 1, 0 if chunk.sequence.is_held else 1
                 count = len(tokens.get(chunk.sequence.request_id, ()))
-                if not 1 <= count <= most:
+                if not least <= count <= most:
                     raise ValueError(
                         f"step {self.step} gave {count} tokens for request {chunk.sequence.request_id!r}; "
-                        f"it must give 1 to {most}"
+                        f"it must give {least} to {most}"
                     )
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the largest rank."""
+        return max(len(rank.chunks) for rank in self.ranks)
 
     @property
     def num_rows(self) -> int:

@@ -20,7 +20,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int  # rows of one step
     num_ranks: int = 1
     state_slots_ratio: float = 1.2  # state slots for each of max_num_seqs; the surplus covers the quarantine
-    max_prompts_ended: int = 2**30  # prompts that may end in one prefill step: its logit rows
+    max_prompts: int = 2**30  # prompts in one prefill step
     max_decode_rows: int = 1  # rows of one request in a decode step: 1 and the drafts to verify
     rollback_tokens: int = 6  # positions that a state may be ahead of a fork that takes it over
     chunk_multiple: int = 1  # chunk ends, except a prompt's last, are multiples of it (context parallelism)
@@ -42,7 +42,7 @@ class SchedulerConfig:
             "max_model_len",
             "max_num_batched_tokens",
             "num_ranks",
-            "max_prompts_ended",
+            "max_prompts",
             "max_decode_rows",
             "chunk_multiple",
             "prefill_interval",

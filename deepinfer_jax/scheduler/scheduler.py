@@ -246,8 +246,8 @@ class Scheduler:
 
     def _prefill_chunks(self, rank: Rank) -> Iterator[Chunk]:
         """Prompts that were begun and those that wait, in order of arrival, while there is room."""
-        begun = deque(sequence for sequence in rank.running if sequence.is_in_prefill)
-        rows, keys, ends, admits = self.config.max_num_batched_tokens, 0, 0, True
+        begun = deque(one for one in rank.running if one.is_in_prefill and not one.is_held)
+        rows, keys, count, ends, admits = self.config.max_num_batched_tokens, 0, 0, 0, True
         while sequence := self._next_prompt(rank, begun, admits=admits):
             hit = rank.find_prefix(sequence) if sequence.slot < 0 else None
             start = hit.position if hit else sequence.num_scheduled
@@ -255,13 +255,13 @@ class Scheduler:
             end = start + length
             draws = end == sequence.prefill_len
             has_keys = keys == 0 or keys + end <= self.config.prefill_max_key_tokens
-            if length == 0 or not has_keys or ends + draws > self.config.max_prompts_ended:
+            if length == 0 or not has_keys or count == self.config.max_prompts:
                 return
             if sequence.slot < 0 and not rank.admit(sequence, hit):
                 admits = False  # those that run go on: they may hold the memory that it lacks
                 continue
             yield self._launch(sequence, length, draw_index=ends if draws else -1, draw_position=end)
-            rows, keys, ends = rows - length, keys + end, ends + draws
+            rows, keys, count, ends = rows - length, keys + end, count + 1, ends + draws
 
     def _next_prompt(self, rank: Rank, begun: deque[Sequence], *, admits: bool) -> Sequence | None:
         """The first that was begun (an adopted one may be newer than one that waits), or that waits if it `admits`.
@@ -290,13 +290,15 @@ class Scheduler:
         max_model_len, num_drawing = self.config.max_model_len, 0
         for sequence in tuple(rank.running):
             has_left = sequence.slot < 0  # it gave way to an older one
-            if has_left or sequence.is_in_prefill or not sequence.may_draw(max_model_len):
+            if has_left or sequence.is_in_prefill or sequence.is_held or not sequence.may_draw(max_model_len):
                 continue
             start = sequence.num_scheduled
-            length = min(self.config.max_decode_rows, max_model_len - start)
+            length = min(1 + sequence.num_drafts(self.config.max_decode_rows - 1), max_model_len - start)
             # Without room for a row an unread step may still reject some of its rows: the request waits for that.
             if length > 0 and self._make_room(rank, sequence, start + length):
-                yield self._launch(sequence, length, draw_index=num_drawing, draw_position=start + 1)
+                yield self._launch(
+                    sequence, length, num_drafts=length - 1, draw_index=num_drawing, draw_position=start + 1
+                )
                 num_drawing += 1
 
     def _make_room(self, rank: Rank, sequence: Sequence, num_tokens: int) -> bool:
@@ -326,14 +328,18 @@ class Scheduler:
         rank.remove(sequence)
         rank.enqueue(sequence)
 
-    def _launch(self, sequence: Sequence, length: int, *, draw_index: int, draw_position: int) -> Chunk:
+    def _launch(
+        self, sequence: Sequence, length: int, *, draw_index: int, draw_position: int, num_drafts: int = 0
+    ) -> Chunk:
         """The next rows of a request, which is noted there."""
         chunk = Chunk(
             sequence=sequence,
             start=sequence.num_scheduled,
             length=length,
+            num_drafts=num_drafts,
             draws=draw_index >= 0,
             draw_position=draw_position,
+            first_unknown=sequence.num_tokens + sequence.draws_in_flight,
             draw_source=sequence.draw_index if sequence.draws_in_flight else -1,
             epoch=sequence.epoch,
             scores=sequence.scores_prompt and not sequence.output,
@@ -346,9 +352,9 @@ class Scheduler:
     def commit(self, plan: Plan, tokens: Mapping[str, abc.Sequence[int]]) -> list[tuple[Sequence, tuple[int, ...]]]:
         """Takes in the results of the oldest unread plan; returns each request with the tokens that it keeps.
 
-        tokens: for each drawing chunk, by request id, the tokens that the step kept: 1, or up to the rows of a decode
-        chunk. What follows the token that ends a request is cut off. Results of requests that ended or were preempted
-        since are dropped, and may be left out.
+        tokens: for each drawing chunk, by request id, the tokens that the step kept: at least one, and none for a request
+        that is held, which comes again. What follows the token that ends a request is cut off. Results of requests that
+        ended or were preempted since are dropped, and may be left out.
         """
         live = [chunk for chunk in plan.chunks if not chunk.is_stale]
         plan.check_tokens(tokens)
@@ -357,10 +363,13 @@ class Scheduler:
         for chunk in live:
             sequence = chunk.sequence
             drawn = tokens[sequence.request_id] if chunk.draws else ()
-            sequence.read_rows(chunk.length, chunk.length if plan.is_prefill else len(drawn))
+            # The row in front of each token stays, and what stands before the first of these.
+            sequence.read_rows(chunk.length, chunk.draw_row + len(drawn) if chunk.draws else chunk.length)
             if not chunk.draws:
                 continue
             sequence.draws_in_flight -= 1
+            if not drawn:
+                continue
             taken, reason = sequence.take_tokens(drawn, self.config.max_model_len)
             self.counters.tokens_committed += len(taken)
             kept.append((sequence, taken))

@@ -51,6 +51,7 @@ class Sequence:
     output: list[int] = dataclasses.field(default_factory=list)  # tokens that were read, those of a fork's parent first
     finish_reason: str = ""  # spec: interface 5.6
     error: BaseException | None = None  # what broke the step that ended it
+    is_held: bool = False  # set by the caller: no step takes it in until that is over
     arrival: int = -1  # place in the order of arrival over all ranks
     rank: int = -1  # data-parallel rank
 
@@ -64,6 +65,8 @@ class Sequence:
     rows_in_flight: int = 0  # rows of unread steps
     draws_in_flight: int = 0  # unread steps that draw at least one token
     draw_index: int = -1  # place among the drawing chunks of the last step that draws
+    has_drafts: bool = False  # whether drafts will stand behind its newest token in the slot
+    proposal: Any = None  # what the last step that was read proposed behind its newest token: the caller's own
     seen_end: int = 0  # positions that the slot's rings have seen in steps that were read; rejected rows count
     last_step: int = -1  # last step that uses the slot
     epoch: int = 0  # grows when the slot is given back: results planned before that are dropped
@@ -112,13 +115,24 @@ class Sequence:
         num_drawn = len(self.output) + self.draws_in_flight
         return num_drawn < self.limits.max_tokens and len(self.prompt) + num_drawn <= max_model_len
 
+    def num_drafts(self, most: int) -> int:
+        """Drafts worth verifying: those that exist, and no more than could still be emitted."""
+        num_left = self.limits.max_tokens - len(self.output) - self.draws_in_flight
+        return max(0, min(most, num_left - 1)) if self.has_drafts else 0
+
+    def cut(self, tokens: abc.Sequence[int], max_model_len: int) -> int:
+        """How many of the next tokens it would take: up to the one that ends it."""
+        room = min(self.limits.max_tokens - len(self.output), max_model_len + 1 - self.num_tokens)
+        for count, token in enumerate(tokens, start=1):
+            if self._ends_with(token) or count >= room:
+                return count
+        return len(tokens)
+
     def take_tokens(self, tokens: abc.Sequence[int], max_model_len: int) -> tuple[tuple[int, ...], str]:
         """Appends tokens up to the one that ends the request; returns those taken and the reason."""
-        for count, token in enumerate(tokens, start=1):
-            self.output.append(token)
-            if reason := self.stop_reason(max_model_len):
-                return tuple(tokens[:count]), reason
-        return tuple(tokens), ""
+        taken = tuple(tokens[: self.cut(tokens, max_model_len)])
+        self.output.extend(taken)
+        return taken, self.stop_reason(max_model_len) if taken else ""
 
     def is_checkpoint(self, position: int, *, interval: int) -> bool:
         """Whether the tokens in front of a position are to be kept; interval 0: there are no regular checkpoints."""
@@ -140,6 +154,7 @@ class Sequence:
         if draw_index >= 0:
             self.draws_in_flight += 1
             self.draw_index = draw_index
+            self.has_drafts = True
 
     def read_rows(self, count: int, num_kept: int) -> None:
         """Notes that the oldest unread rows have been read, and how many of them stay."""
@@ -153,5 +168,6 @@ class Sequence:
         self.num_written = self.rows_in_flight = self.draws_in_flight = self.seen_end = 0
         self.window_start = self.branch_point = 0
         self.draw_index = self.last_step = -1
+        self.has_drafts, self.proposal = False, None
         self.prefill_len = self.num_tokens
         self.epoch += 1

@@ -44,5 +44,5 @@ def tiny_engine(
 
 
 def _sized(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the shared sizes where they name no other."""
-    return {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, **options}
+    """The options with the shared sizes, and no drafts, where they say nothing else."""
+    return {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "num_draft_tokens": 0, **options}

@@ -5,14 +5,23 @@ import pytest
 from deepinfer_jax.engine.buckets import StepShape, make_buckets, prefill_limit
 
 
-def buckets_of(rows=64, seqs=4, pages=8, skips_padding=False, interval=None):
+def buckets_of(rows=64, seqs=4, pages=8, skips_padding=False, interval=None, rows_per_request=(1,)):
     return make_buckets(
         max_prefill_rows=rows,
-        max_decode_rows=seqs,
+        max_requests=seqs,
         max_pages=pages,
         skips_padding=skips_padding,
+        rows_per_request=rows_per_request,
         decode_interval=interval,
     )
+
+
+def prefill_shape(buckets, rows, pages=1, **options):
+    return buckets.shape_of(rows, pages, num_chunks=1, is_prefill=True, **options)
+
+
+def decode_shape(buckets, requests, pages=1, *, rows=None):
+    return buckets.shape_of(rows or requests, pages, num_chunks=requests, is_prefill=False)
 
 
 def test_sizes_grow_by_four_up_to_the_limit():
@@ -33,8 +42,8 @@ def test_limits_are_rounded_up_to_whole_tiles(rows, seqs, prefill_rows, decode_r
 
 def test_the_smallest_prefill_and_decode_steps_are_one_program():
     buckets = buckets_of()
-    shapes = {buckets.shape_of(rows, 1, is_prefill=is_prefill) for rows in (1, 8) for is_prefill in (True, False)}
-    assert shapes == {buckets.first} == {StepShape(8, 8, 8)}
+    shapes = {shape(buckets, rows) for rows in (1, 8) for shape in (prefill_shape, decode_shape)}
+    assert shapes == {buckets.first} == {StepShape(8, 8, 8, 8)}
 
 
 @pytest.mark.parametrize("limits", [(7, 4), (64, 4), (64, 33), (300, 4), (64, 100)])
@@ -42,8 +51,8 @@ def test_where_padding_is_skipped_one_size_serves_decode_and_small_prefill_steps
     buckets = buckets_of(*limits, skips_padding=True)
     [rows] = buckets.decode_rows
     assert rows >= limits[1] and buckets.prefill_rows[0] == rows
-    assert {buckets.shape_of(1, 1, is_prefill=is_prefill) for is_prefill in (True, False)} == {buckets.first}
-    assert buckets.prefill_logits == rows >= limits[1], "as many prompts may end as there are requests"
+    assert {shape(buckets, 1) for shape in (prefill_shape, decode_shape)} == {buckets.first}
+    assert buckets.prefill_requests >= limits[1] and buckets.first.num_logits == rows
 
 
 @pytest.mark.parametrize("interval, sizes", [(8, (8, 16, 24, 32, 40)), (16, (16, 32, 48)), (5, (8, 16, 24, 32, 40))])
@@ -58,15 +67,15 @@ def test_an_interval_gives_every_multiple_of_it_in_whole_tiles(interval, sizes):
 def test_every_size_up_to_the_limits_has_a_compiled_shape(skips_padding):
     buckets = buckets_of(300, 50, 70, skips_padding)
     compiled = set(buckets.all_shapes(is_compact=True))
-    for is_prefill, limit in ((True, 300), (False, 50)):
+    for make, limit in ((prefill_shape, 300), (decode_shape, 50)):
         for rows in range(1, limit + 1):
-            shape = buckets.shape_of(rows, 70, is_prefill=is_prefill)
+            shape = make(buckets, rows, 70)
             assert shape.num_rows >= rows and shape.num_pages == 70 and shape.num_tail is None
-            assert shape.num_logits == (buckets.prefill_logits if is_prefill else shape.num_rows)
+            assert shape.num_logits <= shape.num_rows and shape.num_chunks >= (rows if make is decode_shape else 8)
             assert shape in compiled
     for rows in (1, 9, 64, 65, 300):
         for tail in {0, 1, 7, 8, rows - 1, rows}:
-            shape = buckets.shape_of(rows, 1, is_prefill=True, num_tail_rows=tail)
+            shape = prefill_shape(buckets, rows, num_tail_rows=tail)
             assert shape in compiled
             assert shape.num_tail is None or shape.num_tail >= tail
             assert shape.num_tail is None or tail < rows
@@ -83,14 +92,27 @@ def test_computed_rows_are_whole_tiles_or_the_whole_step():
     for skips_padding, wanted in ((True, [8, 8, 16, 64]), (False, [8, 8, 64, 64])):
         buckets = buckets_of(skips_padding=skips_padding)
         counts = (1, 8, 9, 64)
-        shapes = [buckets.shape_of(rows, 1, is_prefill=True) for rows in counts]
+        shapes = [prefill_shape(buckets, rows) for rows in counts]
         computed = [buckets.computed_rows(shape, rows) for shape, rows in zip(shapes, counts, strict=True)]
         assert computed == wanted
 
 
 def test_a_shape_is_named_by_its_sizes():
-    assert StepShape(64, 8, 16).name == "rows64-logits8-pages16"
-    assert StepShape(64, 8, 16, 0).name == "rows64-logits8-pages16-tail0"
+    assert StepShape(64, 8, 16, 4).name == "rows64-logits8-pages16-requests4"
+    assert StepShape(64, 8, 16, 4, 0).name == "rows64-logits8-pages16-requests4-tail0"
+
+
+@pytest.mark.parametrize("skips_padding", [False, True])
+def test_decode_steps_have_room_for_drafts(skips_padding):
+    buckets = buckets_of(seqs=33, skips_padding=skips_padding, rows_per_request=(1, 3, 6))
+    compiled = set(buckets.all_shapes(is_compact=False))
+    for requests in (1, 8, 9, 33):
+        for rows in (requests, requests + 1, 3 * requests, 5 * requests, 6 * requests):
+            shape = decode_shape(buckets, requests, rows=rows)
+            assert shape in compiled
+            assert shape.num_chunks >= requests and shape.num_rows == shape.num_logits >= rows
+            if not skips_padding:
+                assert shape.num_rows <= 3 * max(rows, shape.num_chunks), "fewer drafts need fewer rows"
 
 
 def test_a_cpu_cuts_chunks_and_nothing_else():

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import logging
+import re
 import threading
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from deepinfer_jax import SamplingParams
 from deepinfer_jax.engine import constraints, steps
 from deepinfer_jax.engine.snapshot import load_snapshot, save_snapshot
-from deepinfer_jax.sampling.grammar import GrammarError, GrammarPool, GrammarTimeout, compile_grammar
+from deepinfer_jax.sampling.grammar import GrammarError, GrammarPool, GrammarTimeout, compile_grammar, debug
 from deepinfer_jax.testing import tiny
 from deepinfer_jax.text.tiny_tokenizer import byte_ids
 from tests.cases import forcing
@@ -29,7 +31,7 @@ from tests.engine.driving import (
     run_steps,
 )
 
-EOS = forcing.EOS
+EOS, VOCAB_SIZE = forcing.EOS, forcing.MODEL_VOCAB_SIZE
 FAILED = "xgrammar runtime errors or timeout"
 ASYNC = {"sync": "0", "async": "1"}
 
@@ -531,6 +533,11 @@ def test_a_name_that_is_taken_so_is_refused_for_a_fork_or_a_saved_request(builde
         ({"schema": "a"}, "schema_type.*is missing"),
         (regex("a", bound_token_id=3), "bound_token_id"),
         (regex("a", trigger_token_ids=[-1]), "trigger_token_ids"),
+        (
+            regex("a", trigger_token_ids=[5, VOCAB_SIZE]),
+            f"ids'] holds {VOCAB_SIZE}.*0..{VOCAB_SIZE - 1}",
+        ),
+        (regex("a", trigger_token_ids=[5], bound_token_id=9 * VOCAB_SIZE), f"'bound_token_id'] holds {9 * VOCAB_SIZE}"),
     ],
 )
 def test_bad_entries_are_refused_at_once(engine, so_args, text):
@@ -538,6 +545,47 @@ def test_bad_entries_are_refused_at_once(engine, so_args, text):
         add(engine, "a", prompt_of(9), {"so_args": so_args})
     assert not engine.has_unfinished_requests() and engine.get_num_pendings() == 0
     check_free(engine)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "finish"])
+def test_generate_refuses_ids_beyond_the_vocabulary_before_anything_is_queued(llm, on_error):
+    params = [SamplingParams(max_tokens=2), SamplingParams(so_args=regex("a", trigger_token_ids=[VOCAB_SIZE]))]
+    with pytest.raises(ValueError, match=f"prompt 1: .*'trigger_token_ids'] holds {VOCAB_SIZE}, and the model's ids"):
+        llm.generate(["a", "b"], params, on_error=on_error)
+    assert not llm.engine.has_unfinished_requests()
+
+
+# What is logged.
+
+
+@pytest.fixture
+def logged(caplog):
+    """The lines about grammars so far."""
+    caplog.set_level(logging.INFO, logger=debug.__name__)
+    return lambda: [record.getMessage() for record in caplog.records if record.name == debug.__name__]
+
+
+def test_debug_tells_of_each_grammar_and_of_each_request_at_its_end(tiny_model, logged):
+    engine = tiny.tiny_engine(tiny_model, {"DEEPINFER_XGRAMMAR_DEBUG": "1", "DEEPINFER_SO_BUILDER_CPUS": "1"})
+    for name in ("a", "b", "c"):  # the third is at its length in front of the end of the grammar
+        add(engine, name, prompt_of(9), grammar(1, regex("[a-z]{6}"), max_tokens=3 if name == "c" else 40))
+    add(engine, "other", prompt_of(9), params_of(2, 2, bad_words=["x"]))
+    while engine.get_num_pendings():
+        engine.step()
+    [text] = logged()
+    assert re.fullmatch(r"regex grammar, compiled in \d+\.\d ms: .*\{6.*", text), "equal grammars are compiled once"
+    finish(engine, {})
+    form = re.compile(r"(grammar of .*): (\d+) masks, mean (\S+) ms, longest (\S+) ms")
+    lines = [form.fullmatch(line) for line in logged()[1:]]
+    counts = {line[1]: int(line[2]) for line in lines}
+    assert counts == {"grammar of request a": 7, "grammar of request b": 7, "grammar of request c": 3}
+    assert all(0 < float(line[3]) <= float(line[4]) for line in lines)
+
+
+def test_without_debug_nothing_is_logged(engines, logged):
+    add(engines["sync"], "a", prompt_of(9), grammar(1, regex("[a-z]{6}x")))
+    finish(engines["sync"], {})
+    assert logged() == []
 
 
 # Failures while requests run.
@@ -580,6 +628,24 @@ def test_a_failed_matcher_leaves_the_tokens_in_front_of_it(tiny_model, monkeypat
     outputs = caught.value.results[1]
     assert [(o.token_id, o.finish_reason) for o in outputs] == [(golden[0], ""), (golden[1], FAILED)]
     assert len(llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))) == 1
+
+
+@pytest.mark.parametrize(
+    "options, reason, names",
+    [
+        ({"allowed_token_ids": [EOS], "min_tokens": 3}, "abort", "allowed_token_ids, min_tokens"),
+        ({"allowed_token_ids": byte_ids(b"ab"), "bad_words": ["a", "b"]}, "abort", "allowed_token_ids, bad_words"),
+        ({"allowed_token_ids": byte_ids(b"7"), "so_args": LETTERS}, FAILED, "so_args, allowed_token_ids"),
+    ],
+    ids=["ends", "lists", "grammar"],
+)
+def test_options_that_leave_no_token_end_their_request_and_are_named(engine, undisturbed, options, reason, names):
+    sequence = add(engine, "bad", prompt_of(9), params_of(1, 9, ignore_eos=False, **options))
+    add_many(engine)
+    found = finish(engine, {})
+    assert [(o.token_id, o.finish_reason) for o in found.pop("bad")] == [(-1, reason)]
+    assert f"or {names} leave no token; the weights" in str(sequence.error)
+    assert facts(found) == undisturbed
 
 
 @pytest.mark.parametrize("at", [1, 4])

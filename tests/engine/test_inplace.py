@@ -8,10 +8,11 @@ from deepinfer_jax import EngineArgs
 from deepinfer_jax.config.args import resolve
 from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.buckets import StepShape
+from deepinfer_jax.engine.drafting import blank_newest
 from deepinfer_jax.engine.setup import load_engine_model
 from deepinfer_jax.model.state import init_state, take_request
 from deepinfer_jax.sampling.logits import SampleSettings
-from deepinfer_jax.scheduler.batching import LOGIT_FIELDS, ROW_FIELDS
+from deepinfer_jax.scheduler.batching import packed_len
 from deepinfer_jax.testing import hlo
 
 NUM_SLOTS, NUM_PAGES = 5, 23  # numbers that no other axis has
@@ -25,8 +26,11 @@ def model(tiny_model):
 @pytest.fixture(scope="module")
 def carried(model):
     def make():
-        state = init_state(model.runtime, num_slots=NUM_SLOTS, num_pages=NUM_PAGES)
-        return steps.Carried(state=state, last_drawn=jax.numpy.zeros(NUM_SLOTS, jax.numpy.int32))
+        state = init_state(model.runtime, num_slots=NUM_SLOTS, num_pages=NUM_PAGES, with_draft=True)
+        vocab_size = model.runtime.model.vocab_size
+        return steps.Carried(
+            state=state, newest=blank_newest(model.speculation, num_slots=NUM_SLOTS, vocab_size=vocab_size)
+        )
 
     return jax.eval_shape(make)
 
@@ -43,9 +47,11 @@ def check_in_place(compiled, carried):
 
 
 def test_step_updates_its_state_in_place(model, carried):
-    shape = StepShape(num_rows=8, num_logits=8, num_pages=3)
-    length = (len(ROW_FIELDS) + len(LOGIT_FIELDS)) * 8 + NUM_SLOTS * 3
-    static = {"shape": shape, "config": model.runtime, "settings": SampleSettings()}
+    shape = StepShape(num_rows=16, num_logits=16, num_pages=3, num_chunks=8)
+    length = packed_len(
+        num_chunks=8, num_tokens=16, num_slots=NUM_SLOTS, num_pages=3, max_drafts=model.speculation.max_drafts
+    )
+    static = {"shape": shape, "config": model.runtime, "settings": SampleSettings(), "speculation": model.speculation}
     lowered = steps.run_step.lower(model.params, carried, spec(length), **static)
     check_in_place(lowered.compile(), carried)
 
@@ -60,15 +66,17 @@ def test_a_restored_request_is_written_in_place(carried):
 
 
 def test_all_copies_read_before_any_writes(model):
-    state = init_state(model.runtime, num_slots=NUM_SLOTS, num_pages=NUM_PAGES)
+    state = init_state(model.runtime, num_slots=NUM_SLOTS, num_pages=NUM_PAGES, with_draft=True)
     marked = jax.tree.map(
         lambda a: jax.numpy.asarray(np.random.default_rng(a.size).integers(0, 99, a.shape), a.dtype), state
     )
     before = jax.tree.map(np.array, marked)
     copies = np.full((8, 4), -1, np.int32)
     copies[:3] = [(0, 1, 7, 8), (1, 0, 8, 7), (1, 4, -1, -1)]
-    after = steps.copy_states(steps.Carried(state=marked, last_drawn=jax.numpy.arange(NUM_SLOTS)), copies)
-    assert after.last_drawn.tolist() == [1, 0, 2, 3, 1]
+    newest = blank_newest(model.speculation, num_slots=NUM_SLOTS, vocab_size=model.runtime.model.vocab_size)
+    after = steps.copy_states(steps.Carried(state=marked, newest=newest), copies)
+    rings, had_rings = after.state.draft.window.payload, before.draft.window.payload
+    np.testing.assert_array_equal(rings[:, [0, 1, 2, 3, 4]], had_rings[:, [1, 0, 2, 3, 1]])
     window, was = after.state.window.payload, before.window.payload
     np.testing.assert_array_equal(window[:, [0, 1, 2, 3, 4]], was[:, [1, 0, 2, 3, 1]])
     np.testing.assert_array_equal(after.state.history, before.history[[1, 0, 2, 3, 1]])

@@ -1,5 +1,6 @@
 """A compiled step is the forward and the sampler, told by one array."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from deepinfer_jax import SamplingParams, init_state
 from deepinfer_jax.engine import steps
+from deepinfer_jax.engine.drafting import Speculation, blank_newest
 from deepinfer_jax.engine.steps import Carried
 from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import make_batch
@@ -34,7 +36,9 @@ def carried(engine) -> Carried:
     """An empty state of the engine's sizes, so that its compiled step serves."""
     num_slots = engine.sizes.num_state_slots
     state = init_state(engine.runtime, num_slots=num_slots, num_pages=engine.sizes.scheduler.num_pages)
-    return Carried(state=state, last_drawn=jnp.zeros((num_slots,), jnp.int32).at[: len(DRAWN)].set(jnp.asarray(DRAWN)))
+    newest = blank_newest(Speculation(), num_slots=num_slots, vocab_size=engine.model.vocab_size)
+    tokens = newest.tokens.at[: len(DRAWN), 0].set(jnp.asarray(DRAWN))
+    return Carried(state=state, newest=dataclasses.replace(newest, tokens=tokens))
 
 
 def page_table(engine) -> np.ndarray:
@@ -44,8 +48,8 @@ def page_table(engine) -> np.ndarray:
 
 
 def packed(engine, shape, plan: RankPlan) -> np.ndarray:
-    sizes = {"num_rows": shape.num_rows, "num_logits": shape.num_logits, "num_pages": shape.num_pages}
-    return pack_step(plan, page_table(engine), **sizes)
+    sizes = {"num_chunks": shape.num_chunks, "num_tokens": shape.num_rows, "num_pages": shape.num_pages}
+    return pack_step(plan, page_table(engine), **sizes, max_drafts=0)
 
 
 def run(engine, shape, before: Carried, plan: RankPlan):
@@ -62,9 +66,16 @@ def chunk(slot: int, prompt: list[int], params: SamplingParams, seed: int, *, dr
         options=RequestOptions(params, seed),
         slot=slot,
     )
-    length = len(prompt) + (draw_source >= 0)
+    end = len(prompt)
     return Chunk(
-        sequence=sequence, start=0, length=length, draws=True, draw_position=length, epoch=0, draw_source=draw_source
+        sequence=sequence,
+        start=0 if draw_source < 0 else end,
+        length=end if draw_source < 0 else 1,
+        draws=True,
+        draw_position=end + (draw_source >= 0),
+        first_unknown=end + (draw_source >= 0),
+        epoch=0,
+        draw_source=draw_source,
     )
 
 
@@ -107,17 +118,20 @@ def test_step_is_forward_and_sample(engine, shape):
     for got, expected in zip(leaves(after.state), leaves(want_state), strict=True):
         np.testing.assert_array_equal(got, expected)
     first, second = np.asarray(want.token_ids).tolist()
-    assert np.asarray(after.last_drawn)[: len(DRAWN)].tolist() == [second, 41, first, 43, 44]
+    assert np.asarray(after.newest.tokens)[: len(DRAWN), 0].tolist() == [second, 41, first, 43, 44]
+    assert np.asarray(after.newest.positions)[:4].tolist() == [2, 0, 3, 0]
+    assert np.asarray(result.chunks)[:, :3].tolist() == [[1, 1, 0], [0, 0, 0]]
     assert computed == [8, 8]
 
 
-def test_a_token_that_the_host_has_not_read_is_the_last_one_of_its_slot(engine, shape):
-    known, _, _ = run(engine, shape, carried(engine), RankPlan(chunks=(chunk(3, [43, 9], SamplingParams(), 5),)))
-    # Its first token is at position 0 here: the one that slot 3 drew last.
-    unread = chunk(3, [9], SamplingParams(), 5, draw_source=0)
-    unread.sequence.tokens_from = lambda start, count: [0, 9][start : start + count]
-    got, _, _ = run(engine, shape, carried(engine), RankPlan(chunks=(unread,)))
+def test_a_token_that_the_host_has_not_read_is_the_newest_one_of_its_slot(engine, shape):
+    known, _, _ = run(engine, shape, carried(engine), RankPlan(chunks=(chunk(3, [9, 43], SamplingParams(), 5),)))
+    _, _, before = run(engine, shape, carried(engine), RankPlan(chunks=(chunk(3, [9], SamplingParams(), 5),)))
+    tokens = before.newest.tokens.at[3, 0].set(43)
+    before = dataclasses.replace(before, newest=dataclasses.replace(before.newest, tokens=tokens))
+    got, _, after = run(engine, shape, before, RankPlan(chunks=(chunk(3, [9], SamplingParams(), 5, draw_source=0),)))
     np.testing.assert_array_equal(got.drawn[:, 0], known.drawn[:, 0])
+    assert np.asarray(after.newest.positions)[3] == 2
 
 
 def test_padding_rows_leave_everything_alone(engine, shape):
@@ -137,19 +151,27 @@ def test_what_is_carried_is_donated(engine, shape):
 
 def test_masks_allow_what_they_name_and_the_two_halves_are_one_step(engine, shape):
     whole, _, _ = run(engine, shape, carried(engine), two_chunks())
-    static, told = engine.pipeline._static, packed(engine, shape, two_chunks())
-    logits, _, after = steps.run_forward(engine.params, carried(engine), told, shape=shape, config=static["config"])
+    told, static, forward = packed(engine, shape, two_chunks()), engine.pipeline._static, engine.pipeline._forward
     num_words = -(-engine.model.vocab_size // 32)
-    masks = np.full((shape.num_logits, num_words), 2**32 - 1, np.uint32)
-    last_drawn = np.asarray(after.last_drawn)
-    free, drawn = steps.run_sampling(logits, jnp.asarray(last_drawn), told, masks, None, shape=shape, **static)
+    words = np.full((shape.num_chunks, num_words), 2**32 - 1, np.uint32)
+
+    def halves(late=()):
+        logits, features, _, after = steps.run_forward(engine.params, carried(engine), told, shape=shape, **forward)
+        is_late = jnp.asarray(np.isin(np.arange(shape.num_chunks), late))
+        masks = steps.Masks(words=jnp.asarray(words), late=is_late, edits=None)
+        return steps.run_sampling(engine.params, after, logits, features, told, masks, shape=shape, **static)
+
+    free, _ = halves()
     np.testing.assert_array_equal(free.drawn[:, :2], whole.drawn[:, :2])
     np.testing.assert_array_equal(free.logprobs[:2], whole.logprobs[:2])
-    masks[0], masks[0, 77 // 32] = 0, 1 << (77 % 32)
-    forced, drawn = steps.run_sampling(logits, jnp.asarray(last_drawn), told, masks, None, shape=shape, **static)
-    assert np.asarray(forced.drawn)[0, 0] == np.asarray(drawn)[2] == 77
+    words[0], words[0, 77 // 32] = 0, 1 << (77 % 32)
+    forced, after = halves()
+    assert np.asarray(forced.drawn)[0, 0] == np.asarray(after.newest.tokens)[2, 0] == 77
     assert np.asarray(forced.drawn)[1, 0].view(np.float32) == 0.0
     np.testing.assert_array_equal(forced.drawn[:, 1], whole.drawn[:, 1])
+    late, after = halves(late=[0])
+    assert np.asarray(late.chunks)[0, :2].tolist() == [0, 1]
+    assert np.asarray(after.newest.tokens)[2, 0] == 42, "nothing was drawn there"
 
 
 def test_copies_all_read_before_any_writes(engine, shape):

@@ -254,21 +254,18 @@ def test_each_draft_follows_the_one_before(params: Params):
     state = written(params, recorded, config=config)
 
     def step(params, state, anchors, positions, slots, forced):
-        places = []
-
         def draw(place, logits):
-            places.append((place, logits.shape))
-            return forced[:, place]
+            assert logits.shape == (2, config.model.vocab_size)
+            return forced[:, place], {"place": jnp.broadcast_to(place, (2,))}
 
-        output = draft_block(params, state, anchors, positions, slots, config=config, draw=draw)
-        assert places == [(i, (2, config.model.vocab_size)) for i in range(config.model.dspark_block_size)]
-        return output
+        return draft_block(params, state, anchors, positions, slots, config=config, draw=draw)
 
     forced = np.random.default_rng(4).integers(3, 300, (2, config.model.dspark_block_size))
     rows = (recorded.anchors[:2], recorded.starts[:2] + 1, [0, 1], forced)
     compiled = jax.jit(step, compiler_options=COMPILER_OPTIONS)
     got = compiled(params, state, *(jnp.asarray(row, jnp.int32) for row in rows))
     np.testing.assert_array_equal(got.ids, forced)
+    np.testing.assert_array_equal(got.extras["place"], [range(config.model.dspark_block_size)] * 2)
     assert params.draft is not None
     markov = params.draft.markov
     embed, head, weights = (np.asarray(m, np.float64) for m in (markov.embed, markov.head, params.draft.confidence))

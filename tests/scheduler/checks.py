@@ -22,7 +22,7 @@ def _check_part(part: RankPlan, is_prefill: bool, config: SchedulerConfig) -> No
     if not is_prefill:
         assert all(chunk.draws and chunk.length <= config.max_decode_rows for chunk in part.chunks)
         return
-    assert len(part.drawing) <= config.max_prompts_ended
+    assert len(part.chunks) <= config.max_prompts
     assert len(part.chunks) <= 1 or sum(chunk.end for chunk in part.chunks) <= config.prefill_max_key_tokens
     arrivals = [chunk.sequence.arrival for chunk in part.chunks]
     assert arrivals == sorted(arrivals)

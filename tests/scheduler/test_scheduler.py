@@ -130,8 +130,8 @@ def test_whole_prompts_only_without_chunks():
     assert [rows_of(loop.step()) for _ in range(2)] == [[("r0", 0, 5)], [("r1", 0, 6)]]
 
 
-def test_a_prefill_step_ends_no_more_prompts_than_it_has_logit_rows():
-    loop = loop_of(max_prompts_ended=2)
+def test_a_prefill_step_has_no_more_prompts_than_it_has_room_for():
+    loop = loop_of(max_prompts=2)
     for _ in range(4):
         loop.add(1, 1)
     assert [len(rows_of(loop.step())) for _ in range(2)] == [2, 2]

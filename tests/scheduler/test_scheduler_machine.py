@@ -28,7 +28,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_model_len=max_model_len,
         max_num_batched_tokens=draw(st.integers(least, least + 12)),
         num_ranks=draw(st.integers(1, 2)),
-        max_prompts_ended=draw(st.integers(1, 4)),
+        max_prompts=draw(st.integers(1, 4)),
         max_decode_rows=max_decode_rows,
         chunk_multiple=chunk_multiple,
         is_chunked=is_chunked,

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 DEFAULT_WHITESPACE = 8
 
-# Work of the backend for one mask. Above its defaults: a slow mask is better than an ended request.
+# Work of the backend for one mask. Above its defaults, which end the requests of useful recursive grammars and still
+# allow masks of 100 ms: a slow mask is better than an ended request, and `MaskJobs` keeps it from others.
 _STEP_LEXER_FUEL = 2_000_000
 _STEP_MAX_ITEMS = 1_000_000
 # An estimate for the cache: the backend does not tell what a compiled grammar holds.
@@ -51,21 +52,32 @@ class Grammar:
 
     request: GrammarRequest
     vocabulary: Vocabulary
+    text: str = dataclasses.field(repr=False)  # what the backend was given
+    may_be_slow: bool  # whether a mask can take longer than a step
     size_bytes: int  # estimate of the memory that it holds
     template: "llguidance.LLMatcher" = dataclasses.field(repr=False, compare=False)
 
     def matcher(self) -> Matcher:
         """A matcher at the first output position."""
         return Matcher(
-            backend=self.template.deep_copy(),
+            backend=self._own_backend() if self.may_be_slow else self.template.deep_copy(),
             vocabulary=self.vocabulary,
             trigger=self.request.trigger_token_ids,
             bound_id=self.request.bound_token_id,
+            make_backend=self._own_backend if self.may_be_slow else None,
         )
+
+    def _own_backend(self) -> "llguidance.LLMatcher":
+        """A backend that shares nothing.
+
+        Copies of the template share the states of the lexer, and one of them that advances waits for the mask of
+        another with the interpreter lock held.
+        """
+        return _backend(self.text, self.vocabulary)
 
     def for_request(self, request: GrammarRequest) -> "Grammar":
         """The same compiled schema with another request's trigger and bound."""
-        check_ids(request, self.vocabulary)
+        check_ids(request, self.vocabulary.vocab_size)
         return dataclasses.replace(self, request=request)
 
 
@@ -80,8 +92,8 @@ def compile_grammar(
         raise ValueError(
             f"whitespace={whitespace} must be 0 or more characters; correct DEEPINFER_JAX_GRAMMAR_WHITESPACE"
         )
-    check_ids(request, vocabulary)
-    rewritten = None
+    check_ids(request, vocabulary.vocab_size)
+    rewritten, may_be_slow = None, False
     try:
         if request.schema_type == "json":
             rewritten = json_schema.rewrite_schema(request.schema)
@@ -89,23 +101,31 @@ def compile_grammar(
         elif request.schema_type == "regex":
             text = _regex_grammar(request.schema)
         else:
-            text = _lark_grammar(ebnf_lark.translate(request.schema))
+            lark = ebnf_lark.translate(request.schema)
+            text, may_be_slow = _lark_grammar(lark.text), lark.is_recursive
     except RecursionError as error:
         raise ValueError(f"the {request.schema_type} grammar is nested too deeply; flatten it") from error
     template = _build(text, vocabulary, rewritten)
     size = _BASE_BYTES + _BYTES_PER_CHARACTER * len(text)
-    return Grammar(request=request, vocabulary=vocabulary, size_bytes=size, template=template)
+    return Grammar(
+        request=request,
+        vocabulary=vocabulary,
+        text=text,
+        may_be_slow=may_be_slow,
+        size_bytes=size,
+        template=template,
+    )
 
 
-def check_ids(request: GrammarRequest, vocabulary: Vocabulary) -> None:
-    """Refuses trigger and bound ids that the model cannot emit."""
+def check_ids(request: GrammarRequest, vocab_size: int) -> None:
+    """Raises ValueError for trigger and bound ids that a model of so many ids cannot emit."""
     named = [("trigger_token_ids", token_id) for token_id in request.trigger_token_ids]
     if request.bound_token_id is not None:
         named.append(("bound_token_id", request.bound_token_id))
     for name, token_id in named:
-        if token_id >= vocabulary.vocab_size:
+        if token_id >= vocab_size:
             raise ValueError(
-                f"so_args[{name!r}] holds {token_id}, and the model's ids are 0..{vocabulary.vocab_size - 1}; "
+                f"so_args[{name!r}] holds {token_id}, and the model's ids are 0..{vocab_size - 1}; "
                 "give ids of this model"
             )
 
@@ -139,13 +159,18 @@ def _lark_grammar(text: str) -> str:
     return llguidance.LLMatcher.grammar_from_lark(text)
 
 
-def _build(text: str, vocabulary: Vocabulary, rewritten: json_schema.RewrittenSchema | None) -> "llguidance.LLMatcher":
+def _backend(text: str, vocabulary: Vocabulary) -> "llguidance.LLMatcher":
+    """A matcher of the backend at the beginning; its `is_error` says whether the text was refused."""
     import llguidance
 
     limits = llguidance.LLParserLimits(
         step_lexer_fuel=_STEP_LEXER_FUEL, step_max_items=_STEP_MAX_ITEMS, verbose_errors=False
     )
-    matcher = llguidance.LLMatcher(vocabulary.backend, text, log_level=0, limits=limits)
+    return llguidance.LLMatcher(vocabulary.backend, text, log_level=0, limits=limits)
+
+
+def _build(text: str, vocabulary: Vocabulary, rewritten: json_schema.RewrittenSchema | None) -> "llguidance.LLMatcher":
+    matcher = _backend(text, vocabulary)
     if matcher.is_error():
         raise _explain(matcher.get_error(), rewritten)
     if not matcher.is_accepting() and not any(matcher.compute_bitmask()):

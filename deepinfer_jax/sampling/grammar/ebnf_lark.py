@@ -7,6 +7,7 @@ proven to be the right one, and single characters otherwise.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from deepinfer_jax.sampling.grammar.ebnf_lexemes import split_lexemes
 from deepinfer_jax.sampling.grammar.ebnf_syntax import START, EbnfError, EbnfGrammar, parse_ebnf
@@ -29,8 +30,15 @@ _MAX_NODES = 200_000
 _MAX_OPTIONS = 64
 
 
-def translate(text: str) -> str:
-    """The Lark text that matches exactly the sentences of the EBNF text's `root`."""
+class LarkGrammar(NamedTuple):
+    """A grammar in the syntax of the backend."""
+
+    text: str
+    is_recursive: bool  # False: the text is one regular expression
+
+
+def translate(text: str) -> LarkGrammar:
+    """The Lark grammar that matches exactly the sentences of the EBNF text's `root`."""
     grammar = parse_ebnf(text)
     rules = _finite_rules(grammar)
     rules = {name: _unroll(name, body) for name, body in rules.items()}
@@ -38,8 +46,8 @@ def translate(text: str) -> str:
     _check_size(rules, recursive, grammar)
     bodies = _inline(rules, recursive)
     if not recursive:
-        return f"start: /{emit_regex(bodies[START])}/"
-    return _write(split_lexemes(bodies, START))
+        return LarkGrammar(f"start: /{emit_regex(bodies[START])}/", is_recursive=False)
+    return LarkGrammar(_write(split_lexemes(bodies, START)), is_recursive=True)
 
 
 def _finite_rules(grammar: EbnfGrammar) -> dict[str, Node]:

@@ -21,7 +21,7 @@ from deepinfer_jax.sampling.grammar.nodes import (
     either,
     union,
 )
-from deepinfer_jax.sampling.grammar.regex_syntax import MAX_REPEAT
+from deepinfer_jax.sampling.grammar.regex_syntax import read_bounds
 
 START = "root"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -154,14 +154,9 @@ class _Parser:
         found = _BOUNDS.match(self.text, self.at)
         if not found:
             raise self.error("'{' begins no {n}, {n,} or {n,m}; correct it")
-        low = int(found[1])
-        high = None if found[2] and not found[3] else int(found[3] or low)
-        if high is not None and high < low:
-            raise self.error(f"the repetition {found[0]} has its bounds in the wrong order; swap them")
-        if max(low, high or 0) > MAX_REPEAT:
-            raise self.error(f"the repetition {found[0]} is above the limit of {MAX_REPEAT}; lower it")
+        bounds = read_bounds(found, self.error)
         self.at = found.end()
-        return low, high
+        return bounds
 
     def literal(self) -> Node:
         start = self.at

@@ -7,7 +7,7 @@ backend decides. FINISHED: the grammar accepted EOS and every token is allowed a
 
 import copy
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,8 +39,11 @@ class Matcher:
         vocabulary: Vocabulary,
         trigger: tuple[int, ...] = (),
         bound_id: int | None = None,
+        make_backend: "Callable[[], llguidance.LLMatcher] | None" = None,
     ) -> None:
-        self._backend = backend  # has consumed exactly the tokens of phase GRAMMAR, EOS left out
+        """make_backend: for forks, where a mask may be slow and backends must share nothing; None: copies will do."""
+        self._backend, self._make_backend = backend, make_backend
+        self._consumed: list[int] = []  # by the backend: the tokens of phase GRAMMAR, EOS left out
         self._vocabulary = vocabulary
         self._trigger, self._bound_id = trigger, bound_id
         self._fallback = _fallback_table(trigger)
@@ -61,6 +64,11 @@ class Matcher:
     def needs_mask(self) -> bool:
         """False where every token is allowed, so that no mask has to be computed."""
         return self._phase in (Phase.FORCED, Phase.GRAMMAR)
+
+    @property
+    def may_be_slow(self) -> bool:
+        """Whether the next mask may take longer than a step does."""
+        return self._make_backend is not None and self._phase is Phase.GRAMMAR
 
     @property
     def is_finished(self) -> bool:
@@ -105,16 +113,22 @@ class Matcher:
             before is Phase.GRAMMAR and after is Phase.GRAMMAR
             for (before, _), (after, _) in zip(states, states[1:], strict=False)
         )
-        if in_backend and not self._backend.rollback(in_backend):
-            raise GrammarError(f"the backend cannot take back {in_backend} tokens: {self._backend_error()}")
+        if in_backend:
+            if not self._backend.rollback(in_backend):
+                raise GrammarError(f"the backend cannot take back {in_backend} tokens: {self._backend_error()}")
+            del self._consumed[-in_backend:]
         del self._undo[-num_tokens:]
         self._phase, self._num_matched = undone[0]
 
     def fork(self) -> "Matcher":
         """An independent matcher in the same state, which can be rolled back as far as this one."""
         twin = copy.copy(self)
-        twin._backend = self._backend.deep_copy()
-        twin._undo = list(self._undo)
+        twin._backend = self._backend.deep_copy() if self._make_backend is None else self._make_backend()
+        twin._undo, twin._consumed = list(self._undo), list(self._consumed)
+        if self._make_backend is not None and twin._backend.try_consume_tokens(self._consumed) < len(self._consumed):
+            raise GrammarError(
+                f"the grammar's matcher cannot be built again: {twin._backend_error()}; end this request"
+            )
         return twin
 
     def replay(self, tokens: Iterable[int]) -> None:
@@ -145,6 +159,8 @@ class Matcher:
             if self._backend.is_error():
                 raise GrammarError(f"the grammar's matcher failed: {self._backend_error()}; end this request")
             raise self._forbidden(token_id, "what the mask shows is")
+        else:
+            self._consumed.append(token_id)
 
     def _forbidden(self, token_id: int, allowed: str) -> GrammarError:
         return GrammarError(

@@ -9,9 +9,11 @@ import collections
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from deepinfer_jax.sampling.grammar.compile import DEFAULT_WHITESPACE, Grammar, check_ids, compile_grammar
+from deepinfer_jax.sampling.grammar.debug import tell_compiled
 from deepinfer_jax.sampling.grammar.errors import GrammarTimeout
 from deepinfer_jax.sampling.grammar.request import GrammarRequest
 from deepinfer_jax.sampling.grammar.vocabulary import Vocabulary
@@ -62,6 +64,7 @@ class GrammarPool:
     cpus: threads wanted; there are never more than the cores of this process.
     timeout_s: limit of one compilation, counted from its start.
     cache_bytes: memory of the cache; 0 or less is unlimited, None is no cache.
+    is_verbose: whether each compiled grammar is logged.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class GrammarPool:
         timeout_s: float = 20.0,
         cache_bytes: int | None = 10 * 2**30,
         whitespace: int = DEFAULT_WHITESPACE,
+        is_verbose: bool = False,
         compiler: Callable[..., Grammar] = compile_grammar,
     ) -> None:
         if cpus < 1:
@@ -82,7 +86,7 @@ class GrammarPool:
         self.num_abandoned = 0  # threads that were given up since the start
         _ = vocabulary.backend  # built here once, not in the time of the first requests
         self._vocabulary, self._whitespace, self._compiler = vocabulary, whitespace, compiler
-        self._timeout_s = timeout_s
+        self._timeout_s, self._is_verbose = timeout_s, is_verbose
         self._cache = None if cache_bytes is None else _Cache(cache_bytes)
         self._queue: queue.SimpleQueue[GrammarTicket | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -134,11 +138,14 @@ class GrammarPool:
                 return  # another thread has this one's place
 
     def _compile(self, request: GrammarRequest) -> Grammar:
-        check_ids(request, self._vocabulary)
+        check_ids(request, self._vocabulary.vocab_size)
         found = self._cache.get(self._key(request)) if self._cache else None
         if found is not None:
             return found.for_request(request)
+        start = time.perf_counter()
         grammar = self._compiler(request, self._vocabulary, whitespace=self._whitespace)
+        if self._is_verbose:
+            tell_compiled(grammar, time.perf_counter() - start)
         if self._cache:
             self._cache.put(self._key(request), grammar)
         return grammar

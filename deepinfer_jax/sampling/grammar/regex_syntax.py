@@ -7,6 +7,7 @@ enforced: syntax that the two read differently is refused, and a class holds wha
 
 import functools
 import re
+from collections.abc import Callable
 
 from deepinfer_jax.sampling.grammar.nodes import (
     ANY_CHAR,
@@ -36,6 +37,7 @@ _LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 # Characters of a class in both dialects.
 _SURE_CLASSES = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
 _CONTROL = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
+_BOUNDS = re.compile(r"\{([0-9]+)(?:(,)([0-9]*))?\}")
 _CATEGORY = re.compile(r"(?:C[cfno]?|L[lmotu]?|M[cen]?|N[dlo]?|P[cdefios]?|S[ckmo]?|Z[lps]?)\Z")
 # Letters that simple case folding joins to a letter outside ASCII.
 _FOLDED = {"k": 0x212A, "s": 0x017F}
@@ -83,6 +85,20 @@ def parse_regex(pattern: str) -> Node:
     if parser.at < len(pattern):
         raise parser.error("')' closes no group; escape it as '\\)' or remove it")
     return node
+
+
+def read_bounds(found: re.Match[str], error: Callable[[str], ValueError]) -> tuple[int, int | None]:
+    """The least and the greatest count of a repetition, None for no greatest.
+
+    found: `{n}`, `{n,}` or `{n,m}` with n, the comma and m as its groups. error: makes what is raised for bad counts.
+    """
+    low = int(found[1])
+    high = None if found[2] and not found[3] else int(found[3] or low)
+    if high is not None and high < low:
+        raise error(f"the repetition {found[0]} has its bounds in the wrong order; swap them")
+    if max(low, high or 0) > MAX_REPEAT:
+        raise error(f"the repetition {found[0]} is above the limit of {MAX_REPEAT}; lower it")
+    return low, high
 
 
 class _Parser:
@@ -201,17 +217,12 @@ class _Parser:
             return {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
         if char != "{":
             return None
-        found = re.compile(r"\{([0-9]+)(?:(,)([0-9]*))?\}").match(self.text, self.at)
+        found = _BOUNDS.match(self.text, self.at)
         if not found:
             raise self.error("'{' begins no {n}, {n,} or {n,m}; correct it or escape it as '\\{'")
-        low = int(found[1])
-        high = None if found[2] and not found[3] else int(found[3] or low)
-        if high is not None and high < low:
-            raise self.error(f"the repetition {found[0]} has its bounds in the wrong order; swap them")
-        if max(low, high or 0) > MAX_REPEAT:
-            raise self.error(f"the repetition {found[0]} is above the limit of {MAX_REPEAT}; lower it")
+        bounds = read_bounds(found, self.error)
         self.at = found.end()
-        return low, high
+        return bounds
 
     def escape(self) -> Node:
         start = self.at
