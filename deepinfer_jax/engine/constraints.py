@@ -123,6 +123,20 @@ class PendingGrammars:
         found = self._pending.pop(request_id, None)
         return None if found is None else found[0]
 
+    def require_started(self, request_id: str, sequence: Sequence | None, what: str) -> Sequence:
+        """The sequence that the scheduler has for a request. Raises ValueError if it has none.
+
+        what: is to be done with it, "forked" or "saved".
+        """
+        if request_id in self._pending:
+            raise ValueError(
+                f"request {request_id!r} waits for its grammar, so there is nothing yet that could be {what}; "
+                "call step() until the grammar is ready (get_num_pendings), then try again"
+            )
+        if sequence is None:
+            raise ValueError(f"request {request_id!r} is not unfinished; only a waiting or running one can be {what}")
+        return sequence
+
     def take_ready(self, *, wait_s: float) -> list[Sequence]:
         """The requests that need not wait any longer; those that failed have `error` set.
 

@@ -199,7 +199,7 @@ def propose(
     )
     target = layout.outside(slots)
     temperatures = np.asarray(speculation.temperatures, np.float32)
-    survival = jnp.cumprod(jax.nn.sigmoid(confidence / temperatures), axis=1)
+    survival = jnp.cumprod(jax.nn.sigmoid(confidence / temperatures[None, :]), axis=1)
     newest = dataclasses.replace(
         newest,
         tokens=newest.tokens.at[target, 1:].set(ids, mode="drop"),
@@ -212,9 +212,3 @@ def propose(
         )
     told = jnp.concatenate([ids, *(lax.bitcast_convert_type(a, jnp.int32) for a in (confidence, logprobs))], axis=1)
     return dataclasses.replace(state, draft=rings), newest, told.T
-
-
-def told_drafts(told: Int32[np.ndarray, "F C"], index: int) -> tuple[list[int], list[float], list[float]]:
-    """Ids, raw confidences and log-probabilities of one chunk's drafts, on the host."""
-    ids, confidence, logprobs = np.ascontiguousarray(told[:, index]).reshape(3, -1)
-    return ids.tolist(), confidence.view(np.float32).tolist(), logprobs.view(np.float32).tolist()

@@ -11,8 +11,6 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from deepinfer_jax.config.args import EngineArgs, EngineConfig, resolve
 from deepinfer_jax.engine import intake, snapshot
 from deepinfer_jax.engine.answers import Answers, EngineHooks
@@ -25,12 +23,14 @@ from deepinfer_jax.engine.setup import load_engine_model, sample_settings
 from deepinfer_jax.engine.sizes import engine_sizes
 from deepinfer_jax.engine.stats import EngineStats, scheduler_gauges
 from deepinfer_jax.engine.stepping import StepLoop
+from deepinfer_jax.engine.warmup import warm_up
 from deepinfer_jax.sampling.constraints import DrawState
 from deepinfer_jax.sampling.grammar import GrammarError, GrammarTicket
 from deepinfer_jax.sampling.params import SamplingParams, derived_seed, request_seed
 from deepinfer_jax.scheduler import sequence as scheduling
 from deepinfer_jax.scheduler.batching import RequestOptions
 from deepinfer_jax.scheduler.scheduler import Scheduler
+from deepinfer_jax.scheduler.verification import VerificationPolicy
 
 TOO_LONG = "prompt_length_exceeded"
 GRAMMAR_WAIT_S = 0.02  # how long a step waits for a grammar when it has nothing else to do
@@ -44,13 +44,20 @@ class LLMEngine:
     requests run ends those it concerns, with a finish reason, and the others go on.
     """
 
-    def __init__(self, config: EngineConfig, *, hooks: EngineHooks | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        hooks: EngineHooks | None = None,
+        verification: VerificationPolicy | None = None,
+    ) -> None:
+        """verification: which drafts have a row, in place of what `varlen_verification` of the config says."""
         self.config = config
         loaded = load_engine_model(config)
         self.model, self.tokenizer, self.max_model_len = loaded.runtime.model, loaded.tokenizer, loaded.max_model_len
         self.runtime, self.params = loaded.runtime, loaded.params
         self.sizes = engine_sizes(config, loaded)
-        self.scheduler = Scheduler(self.sizes.scheduler)
+        self.scheduler = Scheduler(self.sizes.scheduler, verification)
         self.pipeline = Pipeline(
             loaded,
             self.sizes,
@@ -84,8 +91,7 @@ class LLMEngine:
         )
         self._num_requests = self._num_steps = 0
         self._is_closed = False
-        if not (config.enforce_eager or (config.draft_enforce_eager and loaded.speculation.max_drafts)):
-            self._warm_up()
+        warm_up(config, loaded, self.sizes, self.pipeline, self.scheduler, self._stats)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, hooks: EngineHooks | None = None) -> "LLMEngine":
@@ -215,21 +221,19 @@ class LLMEngine:
         Without sampling_params it has those of its parent, the seed included, and so the same continuation.
         """
         self._require_new(new_request_id)
-        parent = self.scheduler.get(request_id)
-        limits = options = None
-        if parent is not None:
-            num_kept = len(parent.output) if num_tokens is None else max(0, num_tokens - len(parent.prompt))
-            options, constraint = parent.options, parent.options.constraint
-            if sampling_params is not None:
-                if sampling_params.prompt_logprobs:
-                    raise ValueError("prompt_logprobs=True is not for forks, whose prompt is known; leave it False")
-                task = self.read_task(parent.prompt, sampling_params)
-                options, limits = self._options_of(task), intake.limits_of(task.params)
-                constraint = self._constraint_behind(task.params, parent.prompt, parent.output[:num_kept])
-            elif constraint is not None and num_kept <= len(parent.output):
-                constraint = constraint.fork()
-                constraint.rollback(len(parent.output) - num_kept)
-            options = dataclasses.replace(options, constraint=constraint)
+        parent = self._pending.require_started(request_id, self.scheduler.get(request_id), "forked")
+        num_kept = len(parent.output) if num_tokens is None else max(0, num_tokens - len(parent.prompt))
+        limits, options, constraint = None, parent.options, parent.options.constraint
+        if sampling_params is not None:
+            if sampling_params.prompt_logprobs:
+                raise ValueError("prompt_logprobs=True is not for forks, whose prompt is known; leave it False")
+            task = self.read_task(parent.prompt, sampling_params)
+            options, limits = self._options_of(task), intake.limits_of(task.params)
+            constraint = self._constraint_behind(task.params, parent.prompt, parent.output[:num_kept])
+        elif constraint is not None and num_kept <= len(parent.output):
+            constraint = constraint.fork()
+            constraint.rollback(len(parent.output) - num_kept)
+        options = dataclasses.replace(options, constraint=constraint)
         forked = self.scheduler.fork(request_id, new_request_id, num_tokens=num_tokens, limits=limits, options=options)
         self._answers.follow(forked)
         self._answers.take_ended()
@@ -238,9 +242,7 @@ class LLMEngine:
     def save_request(self, request_id: str) -> snapshot.RequestSnapshot:
         """An unfinished request with all that it has on the device, as arrays on the host; it goes on unchanged."""
         self.settle()
-        sequence = self.scheduler.get(request_id)
-        if sequence is None:
-            raise ValueError(f"request {request_id!r} is not unfinished; only a waiting or running one can be saved")
+        sequence = self._pending.require_started(request_id, self.scheduler.get(request_id), "saved")
         return snapshot.take(
             sequence, self.pipeline, fingerprint=self.fingerprint(), page_tokens=self.runtime.page_tokens
         )
@@ -334,13 +336,6 @@ class LLMEngine:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError("this engine is closed; make a new one")
-
-    def _warm_up(self) -> None:
-        self.pipeline.warm_up(
-            lambda shapes: tqdm(shapes, desc="compiling steps", unit="step", disable=None, leave=False),
-            self._stats.compiled,
-        )
-        self._stats.warm_up_done()
 
     def _build(
         self, request_id: str, task: intake.Task, index: int | None, checkpoints: frozenset[int] = frozenset()

@@ -80,6 +80,7 @@ class Proposal:
 
     token_ids: list[int]
     confidence: list[float]  # raw: the logit of the chance that a draft is accepted if those before it are
+    survival: tuple[float, ...]  # the chance that it and all before it are accepted, temperatures applied
     logprobs: list[float]  # of each draft, in the processed distribution that the drafter drew it from
 
 

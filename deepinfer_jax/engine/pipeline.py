@@ -15,7 +15,7 @@ from jaxtyping import Int32
 
 from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.buckets import StepShape
-from deepinfer_jax.engine.drafting import blank_newest, told_drafts
+from deepinfer_jax.engine.drafting import blank_newest
 from deepinfer_jax.engine.guard import no_device_reads
 from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal
 from deepinfer_jax.engine.setup import LoadedModel
@@ -68,6 +68,7 @@ class Pipeline:
         config = dataclasses.replace(model.runtime, replay_mode="off", replay_keep_tokens=0)
         self._forward: dict[str, Any] = {"config": config, "speculation": model.speculation}
         self._static: dict[str, Any] = {**self._forward, "settings": settings}
+        self._temperatures = np.asarray(model.speculation.temperatures, np.float64)
         self._is_compact = model.runtime.replay_mode == "compact"
         self._guard: Callable[[], Any] = no_device_reads if is_guarded else contextlib.nullcontext
         self.num_encoder_rows = self.num_decoder_rows = 0  # computed so far, padding of live tiles included
@@ -173,7 +174,7 @@ class Pipeline:
             end = first + chunk.num_logits - chunk.num_drafts + verified
             rows = [row(i, chunk.sequence.options.params.top_logprobs) for i in range(first, end)]
             first_draw = len(rows) - 1 - verified if chunk.draws else len(rows)
-            proposal = Proposal(*told_drafts(told[2:], index)) if chunk.draws and len(told) > 2 else None
+            proposal = self._proposal(told[2:, index]) if chunk.draws and len(told) > 2 else None
             found.append(
                 ChunkDraws(
                     scores=rows[:first_draw],
@@ -184,6 +185,17 @@ class Pipeline:
             )
             first = end
         return found
+
+    def _proposal(self, told: Int32[np.ndarray, " F"]) -> Proposal:
+        """What `drafting.propose` tells of one chunk."""
+        ids, confidence, logprobs = np.ascontiguousarray(told).reshape(3, -1)
+        chances = 0.5 * (1.0 + np.tanh(0.5 * confidence.view(np.float32) / self._temperatures))
+        return Proposal(
+            token_ids=ids.tolist(),
+            confidence=confidence.view(np.float32).tolist(),
+            survival=tuple(np.cumprod(chances).tolist()),
+            logprobs=logprobs.view(np.float32).tolist(),
+        )
 
     def read_request(self, slot: int, pages: Sequence[int]) -> State:
         """What a request has on the device, on the host: its rings and pages. Waits for all launched steps."""

@@ -24,6 +24,7 @@ from deepinfer_jax.sampling.grammar import GrammarError
 from deepinfer_jax.scheduler import sequence as scheduling
 from deepinfer_jax.scheduler.plan import Chunk, Plan
 from deepinfer_jax.scheduler.scheduler import Scheduler
+from deepinfer_jax.scheduler.verification import ESTIMATES_KEPT
 
 MASK_POLL_S = 0.02  # how long a step waits for a mask when it has nothing else to do
 _log = logging.getLogger(__name__)
@@ -192,6 +193,9 @@ class StepLoop:
                 self._stats.verified(sequence.proposal.confidence, draws.num_verified, len(draws.tokens) - 1)
             if draws.tokens:  # else it sat the step out, and what was proposed still stands
                 sequence.proposal = draws.proposal
+                if draws.proposal is not None:
+                    kept = (*sequence.estimates, (plan.step, draws.proposal.survival))
+                    sequence.estimates = kept[-ESTIMATES_KEPT:]
         tokens = {request_id: [one.token_id for one in some] for request_id, some in found.items()}
         for sequence, taken in self._scheduler.commit(plan, tokens):
             request_id = sequence.request_id

@@ -4,11 +4,11 @@ import jax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.model.params import ExpertParams
+from deepinfer_jax.model.params import ExpertParams, layer_slice
 from deepinfer_jax.model.stages import Stages
-from deepinfer_jax.model.variants import Index, layer_weights
+from deepinfer_jax.model.variants import Index
 from deepinfer_jax.ops import moe as experts_math
-from deepinfer_jax.ops.quant import fp8_roundtrip
+from deepinfer_jax.ops.quant import dequantize, fp8_roundtrip
 from deepinfer_jax.pytree import pytree_dataclass
 
 
@@ -90,14 +90,14 @@ def run_experts(
 def _run_every_expert(
     experts: EveryExpert, routed: Routed, *, layer: Index, config: RuntimeConfig
 ) -> Float[Array, "T D"]:
-    own = layer_weights(experts, layer, dtype=routed.u.dtype)
+    own, dtype = layer_slice(experts, layer), routed.u.dtype
     return experts_math.every_expert(
         routed.u,
         routed.expert_ids,
         routed.weights,
-        own.w1,
-        own.w2,
-        own.w3,
+        dequantize(own.w1, dtype),
+        dequantize(own.w2, dtype),
+        dequantize(own.w3, dtype),
         limit=config.model.swiglu_limit,
         quantizes=config.policy.quantizes_activations,
     )

@@ -52,6 +52,19 @@ class Verified:
     num_kept: Int32[Array, " R"]  # 1..lengths + 1
 
 
+def round_seeds(
+    seed_lo: UInt32[Array, " R"], seed_hi: UInt32[Array, " R"], positions: Int32[Array, " R"]
+) -> tuple[UInt32[Array, " R"], UInt32[Array, " R"]]:
+    """Returns the two seed words of what a round draws and may leave behind: drafts, and accept tests.
+
+    Whether a draft is accepted may depend on those behind it, whose positions come again in the next round: their
+    noise must then be new. positions: of the first token after the newest one, which the round's row 0 draws.
+    """
+    no_token = jnp.full((1,), -1, jnp.int32)  # so that no token's noise is used
+    words = draw.random_words(seed_lo, seed_hi, positions, no_token, purpose=draw.Purpose.DRAFT)
+    return words[0][:, 0], words[1][:, 0]
+
+
 def accept_matching(
     drawn: Int32[Array, "R N"], drafts: Int32[Array, "R G"], lengths: Int32[Array, " R"]
 ) -> Int32[Array, " R"]:
@@ -70,6 +83,7 @@ def verify_rejection(
 
     logprobs, draft_logprobs: log p and log q as `logits.process` gives them, of the distributions that `drawn` and
     `drafts` come from; -9999 for a token that cannot be drawn, NaN for a row that is not sound, which accepts nothing.
+    A drafter that samples draws with `Purpose.DRAFT` and the `round_seeds` of the same positions.
     """
 
     def tested() -> Verified:
@@ -227,10 +241,11 @@ def _prefix_distances(ratios: Int32[Array, "R G"]) -> Int32[Array, "R N"]:
 
 
 def _uniforms(requests: VerifyRequests) -> Float32[Array, "R G"]:
-    """The uniform number of each draft's position."""
+    """The uniform number of each draft's position, from the seed of the round."""
     shape = requests.drafts.shape
     positions = requests.positions[:, None] + jnp.arange(shape[1], dtype=jnp.int32)[None, :]
-    seed_lo, seed_hi = jnp.repeat(requests.seed_lo, shape[1]), jnp.repeat(requests.seed_hi, shape[1])
+    seeds = round_seeds(requests.seed_lo, requests.seed_hi, requests.positions)
+    seed_lo, seed_hi = (jnp.repeat(words, shape[1]) for words in seeds)
     return draw.accept_uniforms(seed_lo, seed_hi, positions.reshape(-1)).reshape(shape)
 
 

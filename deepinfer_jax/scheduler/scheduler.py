@@ -19,6 +19,7 @@ from deepinfer_jax.scheduler.plan import Chunk, Plan, RankPlan
 from deepinfer_jax.scheduler.policy import Counters, Gauges, SchedulerConfig
 from deepinfer_jax.scheduler.rank import Rank
 from deepinfer_jax.scheduler.sequence import Limits, Sequence
+from deepinfer_jax.scheduler.verification import VerificationPolicy
 
 _MAX_UNREAD = 1  # plans that may be unread when the next one is made
 
@@ -26,8 +27,8 @@ _MAX_UNREAD = 1  # plans that may be unread when the next one is made
 class Scheduler:
     """The queues of all ranks, the plans under way, and the policy between them."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
+    def __init__(self, config: SchedulerConfig, verification: VerificationPolicy | None = None) -> None:
+        self.config, self.verification = config, verification
         self.counters = Counters()
         self.ranks = tuple(Rank(config, self.counters) for _ in range(config.num_ranks))
         self._sequences: dict[str, Sequence] = {}  # unfinished
@@ -225,7 +226,7 @@ class Scheduler:
         if not any(chunks):
             return None
         ranks = tuple(
-            RankPlan(chunks=own, copies=rank.take_copies(self._num_steps))
+            RankPlan(chunks=own, copies=rank.take_copies(self._num_steps), budget=self._budget(own))
             for own, rank in zip(chunks, self.ranks, strict=True)
         )
         plan = Plan(step=self._num_steps, is_prefill=is_prefill, ranks=ranks)
@@ -287,19 +288,36 @@ class Scheduler:
 
     def _decode_chunks(self, rank: Rank) -> Iterator[Chunk]:
         """The next rows of every running request whose prompt is done, oldest first."""
-        max_model_len, num_drawing = self.config.max_model_len, 0
-        for sequence in tuple(rank.running):
-            has_left = sequence.slot < 0  # it gave way to an older one
-            if has_left or sequence.is_in_prefill or sequence.is_held or not sequence.may_draw(max_model_len):
+        max_model_len = self.config.max_model_len
+        decoding = [
+            one
+            for one in rank.running
+            if not (one.is_in_prefill or one.is_held)
+            and one.may_draw(max_model_len)
+            and one.num_scheduled < max_model_len
+        ]
+        most = self.config.max_decode_rows - 1
+        limits = self.verification.lengths(decoding, most) if self.verification else None
+        num_drawing = 0
+        for index, sequence in enumerate(decoding):
+            if sequence.slot < 0:  # it gave way to an older one
                 continue
             start = sequence.num_scheduled
-            length = min(1 + sequence.num_drafts(self.config.max_decode_rows - 1), max_model_len - start)
+            num_drafts = sequence.num_drafts(most if limits is None else limits[index])
+            length = min(1 + num_drafts, max_model_len - start)
             # Without room for a row an unread step may still reject some of its rows: the request waits for that.
-            if length > 0 and self._make_room(rank, sequence, start + length):
+            if self._make_room(rank, sequence, start + length):
                 yield self._launch(
                     sequence, length, num_drafts=length - 1, draw_index=num_drawing, draw_position=start + 1
                 )
                 num_drawing += 1
+
+    def _budget(self, chunks: abc.Sequence[Chunk]) -> int | None:
+        """Drafts of a rank that have a row; None: all."""
+        drafts = [chunk.num_drafts for chunk in chunks]
+        if self.verification is None or not any(drafts):
+            return None
+        return self.verification.budget([chunk.sequence for chunk in chunks], drafts, self._num_steps)
 
     def _make_room(self, rank: Rank, sequence: Sequence, num_tokens: int) -> bool:
         """Gives a request the pages of `num_tokens` tokens. The newest ones give way, which may be the request."""
@@ -352,9 +370,9 @@ class Scheduler:
     def commit(self, plan: Plan, tokens: Mapping[str, abc.Sequence[int]]) -> list[tuple[Sequence, tuple[int, ...]]]:
         """Takes in the results of the oldest unread plan; returns each request with the tokens that it keeps.
 
-        tokens: for each drawing chunk, by request id, the tokens that the step kept: at least one, and none for a request
-        that is held, which comes again. What follows the token that ends a request is cut off. Results of requests that
-        ended or were preempted since are dropped, and may be left out.
+        tokens: for each drawing chunk, by request id, the tokens that the step kept: at least one, and none for a
+        request that is held, which comes again. What follows the token that ends a request is cut off. Results of
+        requests that ended or were preempted since are dropped, and may be left out.
         """
         live = [chunk for chunk in plan.chunks if not chunk.is_stale]
         plan.check_tokens(tokens)

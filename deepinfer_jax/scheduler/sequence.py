@@ -67,6 +67,7 @@ class Sequence:
     draw_index: int = -1  # place among the drawing chunks of the last step that draws
     has_drafts: bool = False  # whether drafts will stand behind its newest token in the slot
     proposal: Any = None  # what the last step that was read proposed behind its newest token: the caller's own
+    estimates: tuple[tuple[int, tuple[float, ...]], ...] = ()  # (step, survival of its drafts) of the last steps read
     seen_end: int = 0  # positions that the slot's rings have seen in steps that were read; rejected rows count
     last_step: int = -1  # last step that uses the slot
     epoch: int = 0  # grows when the slot is given back: results planned before that are dropped
@@ -168,6 +169,6 @@ class Sequence:
         self.num_written = self.rows_in_flight = self.draws_in_flight = self.seen_end = 0
         self.window_start = self.branch_point = 0
         self.draw_index = self.last_step = -1
-        self.has_drafts, self.proposal = False, None
+        self.has_drafts, self.proposal, self.estimates = False, None, ()
         self.prefill_len = self.num_tokens
         self.epoch += 1

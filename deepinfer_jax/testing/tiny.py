@@ -9,6 +9,7 @@ from deepinfer_jax.checkpoint.embedded import write_tiny_byte_model
 from deepinfer_jax.config.args import EngineArgs, resolve
 from deepinfer_jax.engine.engine import EngineHooks, LLMEngine
 from deepinfer_jax.engine.llm import LLM
+from deepinfer_jax.scheduler.verification import VerificationPolicy
 
 CASE_SEEDS = (1, 2)  # weight seeds: every case runs on two models
 # Engines of these sizes share their one compiled step, of up to 64 rows, within a process.
@@ -36,11 +37,12 @@ def tiny_engine(
     environ: Mapping[str, str] | None = None,
     *,
     hooks: EngineHooks | None = None,
+    verification: VerificationPolicy | None = None,
     **options: Any,
 ) -> LLMEngine:
     """The same as `LLMEngine`, under these variables and no others; requests that give way are computed again."""
     args = EngineArgs(model, **_sized({"stop_preempted_request": False, **options}))
-    return LLMEngine(resolve(args, environ or {}), hooks=hooks)
+    return LLMEngine(resolve(args, environ or {}), hooks=hooks, verification=verification)
 
 
 def _sized(options: dict[str, Any]) -> dict[str, Any]:

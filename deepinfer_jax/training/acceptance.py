@@ -47,9 +47,11 @@ def record_acceptance(
     """
     full, size = jnp.float32(1.0), config.model.dspark_block_size
     target = run_sequences(params, tokens, config=config, strength=full)
-    blocks = run_blocks(params, target.main_hidden, tokens, anchors, config=config)
-    sequence = jnp.arange(tokens.shape[0])[:, None, None]
-    following = tokens[sequence, anchors[..., None] + jnp.arange(size + 1)].reshape(-1, size + 1)
+    blocks = run_blocks(params, target.main_hidden, tokens, anchors, config=config, strength=full)
+    sequence = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None, None]
+    following = tokens[sequence, anchors[..., None] + jnp.arange(size + 1, dtype=jnp.int32)[None, None]].reshape(
+        -1, size + 1
+    )
     before, drafts, confidences = following[:, 0], [], []
     for place in range(size):
         at = slice(place, place + 1)

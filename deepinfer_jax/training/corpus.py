@@ -13,7 +13,14 @@ HELD_OUT_SHARE = 0.04  # of the files that are left after near duplicates
 MIN_BYTES, MAX_BYTES = 200, 400_000  # smaller files say nothing, larger ones are tables
 MIN_WORDS_SHARE = 0.35  # of letters among a file's characters: tables of numbers have fewer
 # Folders and files that hold tables, prose or deliberate nonsense instead of code.
-LEFT_OUT = ("site-packages/", "encodings/", "pydoc_data/", "__phello__/", "test/encoded_modules/", "test/test_import/data/")
+LEFT_OUT = (
+    "site-packages/",
+    "encodings/",
+    "pydoc_data/",
+    "__phello__/",
+    "test/encoded_modules/",
+    "test/test_import/data/",
+)
 _NUM_NAMED = 5  # files that an error names
 
 

@@ -67,9 +67,9 @@ def draft_loss(
     params = training_params(masters, fixed, config.model, strength=full, frozen=frozen)
     tokens, size = rows[:, :-1], config.model.dspark_block_size
     target = lax.stop_gradient(run_sequences(frozen, tokens, config=config, strength=full))
-    blocks = run_blocks(params, target.main_hidden, tokens, anchors, config=config)
-    sequence = jnp.arange(rows.shape[0])[:, None, None]
-    places = anchors[..., None] + jnp.arange(size)
+    blocks = run_blocks(params, target.main_hidden, tokens, anchors, config=config, strength=full)
+    sequence = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None, None]
+    places = anchors[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     by_block = lambda x: x.reshape(-1, size, *x.shape[3:])  # noqa: E731
     logits, confidence = markov_logits(params, blocks.base, blocks.hidden, by_block(rows[sequence, places]))
     value, parts = draft_losses(
@@ -85,20 +85,24 @@ def run_blocks(
     anchors: Int[Array, "B A"],
     *,
     config: TrainingConfig,
+    strength: Float32[Array, ""],
 ) -> Blocks:
-    """The draft stages on a block behind each anchor, M = B A, anchors of one sequence together."""
+    """The draft stages on a block behind each anchor, M = B A, anchors of one sequence together.
+
+    strength: how far context and block rows are quantised (see `straight_through`).
+    """
     draft = _draft_of(params)
     config = dataclasses.replace(config, model=_with_draft_experts(config.model))
     model, batch = config.model, tokens.shape[0]
     size = model.dspark_block_size
     places = _places(anchors, size=size, window_size=model.sliding_window)
-    contexts = _context_latents(draft, main_hidden, config=config)
+    contexts = _context_latents(draft, main_hidden, config=config, strength=strength)
     first = tokens[jnp.arange(batch)[:, None], anchors].reshape(-1, 1)
     ids = jnp.concatenate([first, jnp.full((first.shape[0], size - 1), model.dspark_noise_token_id)], axis=1)
     streams, pre = embed_tokens(params, ids.reshape(-1), config=config, stages=Stages((), {}))
     loads = []
     for stage, latents in enumerate(contexts):
-        streams, pre, chosen = _run_stage(draft, latents, streams, pre, places, stage, config=config)
+        streams, pre, chosen = _run_stage(draft, latents, streams, pre, places, stage, config=config, strength=strength)
         loads.append(expert_loads(chosen, model.n_routed_experts))
     hidden = hyper.collapse(streams, pre)
     normed = rms_norm(hidden, draft.norm, eps=model.rms_norm_eps)
@@ -132,13 +136,13 @@ def _with_draft_experts(model: ModelConfig) -> ModelConfig:
 def _places(anchors: Int[Array, "B A"], *, size: int, window_size: int) -> _Places:
     batch, count = anchors.shape
     flat = anchors.reshape(-1)
-    positions = (flat[:, None] + jnp.arange(size, dtype=jnp.int32)).reshape(-1)
+    positions = (flat[:, None] + jnp.arange(size, dtype=jnp.int32)[None]).reshape(-1)
     nothing = jnp.zeros_like(positions)
     block = jnp.repeat(jnp.arange(batch * count, dtype=jnp.int32), size)
     return _Places(
         rows=rows_at(positions, block, nothing, nothing, jnp.zeros((1, 1), jnp.int32)),
         sequence=jnp.repeat(jnp.arange(batch, dtype=jnp.int32), count),
-        context=flat[:, None] - window_size + jnp.arange(window_size, dtype=jnp.int32),
+        context=flat[:, None] + jnp.arange(-window_size, 0, dtype=jnp.int32)[None],
     )
 
 
@@ -149,7 +153,7 @@ def _layer(stage: int) -> Layer:
 
 
 def _context_latents(
-    draft: DraftParams, main_hidden: Float[Array, "B R F"], *, config: TrainingConfig
+    draft: DraftParams, main_hidden: Float[Array, "B R F"], *, config: TrainingConfig, strength: Float32[Array, ""]
 ) -> list[Float[Array, "B R K"]]:
     """The context rows of every position, one array for each stage."""
     batch, length, _ = main_hidden.shape
@@ -162,11 +166,9 @@ def _context_latents(
         window_latents(x, wkv[stage], draft.attention.kv_norm[stage], tables, config=config).payload
         for stage in range(config.model.num_nextn_predict_layers)
     ]
-    return [_as_cached(latents).astype(x.dtype).reshape(batch, length, -1) for latents in made]
-
-
-def _as_cached(latents: Float32[Array, "T K"]) -> Float32[Array, "T K"]:
-    return straight_through(latents, quantize_fp8, jnp.float32(1.0))
+    return [
+        straight_through(latents, quantize_fp8, strength).astype(x.dtype).reshape(batch, length, -1) for latents in made
+    ]
 
 
 def _run_stage(
@@ -178,6 +180,7 @@ def _run_stage(
     stage: int,
     *,
     config: TrainingConfig,
+    strength: Float32[Array, ""],
 ) -> tuple[Array, Array, Int[Array, "T A"]]:
     """One stage on all blocks: streams, pre-mix and expert choices."""
     layer, prefix, name = _layer(stage), f"mtp.{stage}", f"mtp.{stage}.router_ids"
@@ -186,11 +189,14 @@ def _run_stage(
     entered = enter(draft, own, streams, pre, rows, layer, prefix=prefix, config=config, stages=stages)
     size = config.model.dspark_block_size
     q = entered.projected.q
-    new = _as_cached(entered.projected.new_kv.payload).astype(q.dtype).reshape(-1, size, q.shape[-1])
+    new = straight_through(entered.projected.new_kv.payload, quantize_fp8, strength).astype(q.dtype)
     window = latents[places.sequence[:, None], jnp.maximum(places.context, 0)]
     exists: Bool[Array, "M N"] = jnp.pad(places.context >= 0, ((0, 0), (0, size)), constant_values=True)
     out = attend_blocks_of_rows(
-        q.reshape(-1, size, *q.shape[1:]), jnp.concatenate([window, new], axis=1), exists, own.attn_sink
+        q.reshape(-1, size, *q.shape[1:]),
+        jnp.concatenate([window, new.reshape(-1, size, q.shape[-1])], axis=1),
+        exists,
+        own.attn_sink,
     )
     streams, pre = finish(
         draft, own, out.reshape(q.shape), entered, rows, layer, prefix=prefix, config=config, stages=stages

@@ -126,15 +126,20 @@ def _no_source(streams: Array, pre: Array, batch: int) -> _Flow:
 
 
 def _run_layer(
-    params: Params, state: State, step: _Sequences, flow: _Flow, layer: Layer, role: LayerRole, *, config: TrainingConfig
+    params: Params,
+    state: State,
+    step: _Sequences,
+    flow: _Flow,
+    layer: Layer,
+    role: LayerRole,
+    *,
+    config: TrainingConfig,
 ) -> tuple[_Flow, Int[Array, "T A"], Float32[Array, ""] | None]:
     """One layer; also its expert choices and, at an index source, the distance of its indexer from attention."""
     stages = Stages((f"layers.{layer.layer}.router_ids",), {})
     prefix = f"layers.{layer.layer}"
     own = layer_weights(params.attention, layer.layer, dtype=flow.streams.dtype)
-    entered = enter(
-        params, own, flow.streams, flow.pre, step.rows, layer, prefix=prefix, config=config, stages=stages
-    )
+    entered = enter(params, own, flow.streams, flow.pre, step.rows, layer, prefix=prefix, config=config, stages=stages)
     if role.owns_kv:
         flow = _with_source(params, state, entered, step, flow, layer, role, config=config)
     batch = flow.entries.shape[0]

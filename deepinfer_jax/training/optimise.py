@@ -2,16 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
+from deepinfer_jax.model.leaves import LeafSpec
 from deepinfer_jax.model.params import DRAFT_PREFIX
 from deepinfer_jax.pytree import pytree_dataclass
-from deepinfer_jax.training.weights import Fixed, Masters
+from deepinfer_jax.training.weights import Fixed, Masters, decays
 
 Loss = Callable[[Masters, Fixed], tuple[Float32[Array, ""], "Measured"]]
 
@@ -71,18 +72,18 @@ def quantiser_strength(step: Int[Array, ""], schedule: Schedule) -> Float32[Arra
     return (step >= math.ceil(schedule.quantised_from * schedule.num_steps)).astype(jnp.float32)
 
 
-def make_optimizer(schedule: Schedule, decayed: frozenset[str]) -> Any:
-    """AdamW with clipped gradients; weight decay for the paths in `decayed` only."""
+def make_optimizer(schedule: Schedule, specs: Sequence[LeafSpec]) -> Any:
+    """AdamW with clipped gradients for masters of these leaves; weight decay where `decays` says so."""
     import optax
 
     return optax.chain(
         optax.clip_by_global_norm(schedule.clip_norm),
         optax.adamw(
-            lambda step: learning_rate(step, schedule),
+            lambda step: learning_rate(jnp.asarray(step), schedule),
             b1=0.9,
             b2=0.95,
             weight_decay=schedule.weight_decay,
-            mask=lambda tree: {path: path in decayed for path in tree},
+            mask={spec.path: decays(spec) for spec in specs},
         ),
     )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -129,11 +129,9 @@ def packed_params(
     return build_params(dict(fixed) | leaves, config)
 
 
-def decayed_paths(specs: Iterable[LeafSpec]) -> frozenset[str]:
-    """Leaves that weight decay pulls to zero: matrices, but for the mHC projections and the embeddings."""
-    return frozenset(
-        s.path for s in specs if len(s.axes) - (s.stack is not None) >= 2 and not _has_own_scale(s.path)
-    )
+def decays(spec: LeafSpec) -> bool:
+    """Whether weight decay pulls a leaf to zero: matrices, but for the mHC projections and the embeddings."""
+    return len(spec.axes) - (spec.stack is not None) >= 2 and not _has_own_scale(spec.path)
 
 
 def _has_own_scale(path: str) -> bool:

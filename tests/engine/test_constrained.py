@@ -509,6 +509,21 @@ def test_a_name_is_taken_while_its_grammar_is_compiled(builder, tiny_model):
     assert set(finish(engine, {})) == {"a", "b"}
 
 
+@pytest.mark.parametrize("how", ["forked", "saved"])
+def test_what_waits_for_its_grammar_can_be_neither_forked_nor_saved(builder, tiny_model, how):
+    engine = tiny.tiny_engine(tiny_model)
+    add(engine, "a", prompt_of(9), grammar(1, regex("[a-z]{9}")))
+    engine.step()
+    with pytest.raises(ValueError, match=f"'a' waits for its grammar.*nothing yet that could be {how}; call step"):
+        if how == "forked":
+            engine.fork_request("a", "b")
+        else:
+            engine.save_request("a")
+    assert (engine.get_num_unfinished_requests(), engine.get_num_pendings()) == (1, 1), "nothing was queued"
+    builder.released.set()
+    assert set(finish(engine, {})) == {"a"}
+
+
 @pytest.mark.parametrize("how", ["fork", "restore"])
 def test_a_name_that_is_taken_so_is_refused_for_a_fork_or_a_saved_request(builder, tiny_model, how):
     engine = tiny.tiny_engine(tiny_model)

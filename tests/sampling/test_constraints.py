@@ -285,3 +285,15 @@ def test_a_finished_grammar_needs_the_host_no_more():
         assert state.needs_host and state.needs_mask
         state.advance(token)
     assert not state.needs_host and not state.needs_mask
+
+
+def test_the_options_that_may_forbid_tokens_are_named():
+    matcher = compile_grammar(parse_so_args({"schema_type": "regex", "schema": "a*"}), VOCABULARY).matcher()
+    params = SamplingParams(allowed_token_ids=[5, *tiny_tokenizer.byte_ids(b"a")], min_tokens=1)
+    state = DrawState(params, prompt=[5], eos_id=EOS, vocab_size=GRAMMAR_VOCAB, matcher=matcher, bad_sequences=[(5, 5)])
+    assert state.has_grammar
+    assert state.restrictions == ("so_args", "allowed_token_ids", "bad_words", "min_tokens")
+    state.advance(*tiny_tokenizer.byte_ids(b"a"))
+    assert state.restrictions == ("so_args", "allowed_token_ids", "bad_words"), "as many as min_tokens are out"
+    free = state_of(SamplingParams(presence_penalty=1.0, logit_bias={3: 1.0}))
+    assert not free.has_grammar and free.restrictions == ()

@@ -110,6 +110,12 @@ def test_requests_without_drafts_count():
     assert paper_lengths([[0.6]], curve, num_requests=2).tolist() == [1]
 
 
+def test_early_stop_admits_equal_drafts_place_by_place():
+    free_up_to_four = curve_of((1, 1.0), (4, 1.0), (5, 100.0))
+    assert paper_lengths([[0.5, 0.5, 0.5], [0.5, 0.5]], free_up_to_four).tolist() == [1, 1]
+    assert paper_lengths([[0.5, 0.5, 0.5]], free_up_to_four).tolist() == [3]
+
+
 @pytest.mark.parametrize("choose", [best_budget, lambda s, n, c: paper_lengths(s, c, num_requests=n)])
 def test_fewer_requests_than_draft_are_refused(choose):
     with pytest.raises(ValueError, match="num_requests=1 is below the 2 requests"):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepinfer_jax.sampling.grammar import json_keywords as K
+from deepinfer_jax.sampling.grammar.json_counts import ABOUT_PROPERTIES, COUNTED, without_counts
 from deepinfer_jax.sampling.grammar.json_formats import FORMATS
 from deepinfer_jax.sampling.grammar.json_keywords import SchemaError, child, schema_error
 from deepinfer_jax.sampling.grammar.json_logic import are_disjoint, finite_part
@@ -128,6 +129,8 @@ class _Walker:
             self.places.setdefault(keyword, []).append(place)
             _HANDLERS[keyword](self, out, both, value, place, depth + 1)
         self.check_together(schema, pointer)
+        if any(keyword in out for keyword in COUNTED):
+            both.extend(self.count_members(schema, out, pointer))
         if both:
             out["allOf"] = [*out.get("allOf", []), *both]
         return out
@@ -142,15 +145,29 @@ class _Walker:
         if "minimum" in schema and "maximum" in schema and schema["minimum"] > schema["maximum"]:
             given = f"minimum {schema['minimum']} is above maximum {schema['maximum']}"
             raise schema_error(child(pointer, "minimum"), f"{given}; swap or correct them")
-        # Names that are not declared may repeat, so they count once at most.
-        is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-        sure = len(schema.get("required", [])) + 1
-        if not is_closed and schema.get("minProperties", 0) > sure:
-            raise schema_error(
-                child(pointer, "minProperties"),
-                f"minProperties {schema['minProperties']} is enforced up to {sure} here (the required names and one); "
-                "list more names in required, or declare all and set additionalProperties to false",
-            )
+
+    def count_members(self, schema: dict[str, Any], out: dict[str, Any], pointer: str) -> list[Schema]:
+        """Takes the keywords about properties out of a rewritten schema; what must hold in their place."""
+        types = _names_of(out.get("type", [name for name in K.TYPES if name != "integer"]))
+        if "object" not in types:
+            return []
+        parts = {keyword: out.pop(keyword) for keyword in ABOUT_PROPERTIES if keyword in out}
+        if "properties" in parts:  # they are in every branch
+            at = child(pointer, "properties")
+            parts["properties"] = {
+                name: self.shared(member, schema["properties"][name], child(at, name))
+                for name, member in parts["properties"].items()
+            }
+        branches = without_counts(parts, pointer)
+        if len(branches) == 1:
+            out.update(branches[0])
+            return []
+        others = [{"type": name} for name in types if name != "object"]
+        return [{"anyOf": [*({"type": "object", **branch} for branch in branches), *others]}]
+
+    def shared(self, rewritten: Schema, schema: Schema, pointer: str) -> Schema:
+        """A schema that will stand in several places, as a reference."""
+        return rewritten if isinstance(rewritten, bool) else {"$ref": self.reference_to(schema, pointer)}
 
     def suspects(self) -> str:
         """Where to look when the parts are fine and the whole is not."""
@@ -185,9 +202,13 @@ class _Walker:
                 target = target[key]
             else:
                 raise schema_error(place, f"{value!r} points to nothing (there is no {key!r}); correct the reference")
+        return self.reference_to(target, pointer)
+
+    def reference_to(self, schema: Any, pointer: str) -> str:
+        """The new reference to the schema that stands at a pointer."""
         if pointer not in self.names:
             self.names[pointer] = f"d{len(self.names)}"
-            self.targets[pointer] = target
+            self.targets[pointer] = schema
         return f"#/$defs/{self.names[pointer]}"
 
 
@@ -195,7 +216,7 @@ _Handler = Callable[[_Walker, dict[str, Any], list[Schema], Any, str, int], None
 
 
 def _type(walker: _Walker, out: dict[str, Any], both: list[Schema], value: Any, place: str, depth: int) -> None:
-    names = value if isinstance(value, list) else [value]
+    names = _names_of(value)
     for name in names:
         if not isinstance(name, str) or name not in K.TYPES:
             raise schema_error(place, f"the type {name!r} is unknown; the types are {', '.join(K.TYPES)}")
@@ -204,6 +225,10 @@ def _type(walker: _Walker, out: dict[str, Any], both: list[Schema], value: Any, 
     if "number" in names:  # holds integers too
         names = [name for name in names if name != "integer"]
     out["type"] = names if len(names) > 1 else names[0]
+
+
+def _names_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _enum(walker: _Walker, out: dict[str, Any], both: list[Schema], value: Any, place: str, depth: int) -> None:

@@ -275,6 +275,38 @@ def test_whoever_uses_a_state_waits_for_its_mask(tools, make_jobs, monkeypatch, 
     np.testing.assert_array_equal(mask_of(forks[0], tools), want["a"])
 
 
+class Walk:
+    """A source that goes on with its state and comes back, as a row of drafts is checked."""
+
+    def __init__(self, state: DrawState, token_id: int) -> None:
+        self.state, self.token_id = state, token_id
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        with self.state.alone():
+            self.state.advance(self.token_id)
+            self.begun.set()
+            assert self.released.wait(WAIT_S)
+            self.state.fill_mask(row)
+            self.state.rollback(1)
+
+
+def test_nobody_sees_a_state_in_the_middle_of_a_walk(tools, make_jobs):
+    state, forks = state_of(tools, "ab"), []
+    walk, row = Walk(state, *tools.ids("c")), np.zeros(tools.vocabulary.mask_words, np.uint32)
+    job = make_jobs().start(walk, row)
+    assert walk.begun.wait(WAIT_S)
+    user = threading.Thread(target=lambda: forks.append(state.fork()))
+    user.start()
+    user.join(0.05)
+    assert user.is_alive()
+    walk.released.set()
+    user.join(WAIT_S)
+    assert job.wait(WAIT_S)
+    assert [forks[0].num_output, state.num_output] == [2, 2]
+    np.testing.assert_array_equal(row, mask_of(state_of(tools, "abc"), tools))
+
+
 def test_only_grammars_with_recursion_may_be_slow(tools):
     assert state_of(tools).may_be_slow
     assert not state_of(tools, grammar=("ebnf", 'root ::= ("a" | "b")* "x"')).may_be_slow

@@ -118,3 +118,17 @@ def test_lone_surrogates_are_not_spelled(tools):
     grammar = tools.compile("json", {"type": "string"})
     assert not tools.accepts(grammar, '"\\ud800"') and not tools.accepts(grammar, b'"\xed\xa0\x80"')
     assert tools.accepts(grammar, '"\U0001f600\\n\\\\\\""')
+
+
+def test_branches_without_an_end_are_closed(tools):
+    """A value that could only go on for ever is not begun."""
+    loop = {"type": "object", "properties": {"n": {"$ref": "#/$defs/loop"}}, "required": ["n"]}
+    schema = {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/loop"}], "$defs": {"loop": loop}}
+    assert b"{" not in tools.texts(tools.compile("json", schema).matcher())
+    optional = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/loop"}},
+        "$defs": {"loop": loop},
+        "additionalProperties": False,
+    }
+    assert tools.texts(tools.force(tools.compile("json", optional, whitespace=0), "{")) == {b"}"}

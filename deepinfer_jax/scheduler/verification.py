@@ -1,0 +1,72 @@
+"""Policies of confidence-scheduled verification: how many drafts of a decode step have a row (spec: dspark 6).
+
+Without a policy every draft is verified. Estimates come with what is read of a step, so a policy looks at
+`Sequence.estimates`: (step, survival of each draft) of the last steps that were read, the newest last.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Protocol, runtime_checkable
+
+from deepinfer_jax.scheduler.budget import CostCurve, best_budget, paper_lengths
+from deepinfer_jax.scheduler.sequence import Sequence
+
+ESTIMATES_KEPT = 2
+
+
+@runtime_checkable
+class VerificationPolicy(Protocol):
+    """Decides before a decode step is launched; asked once for each rank and step."""
+
+    def lengths(self, sequences: Seq[Sequence], most: int) -> Seq[int] | None:
+        """Drafts to verify of each request that decodes, at most `most` of each; None: as many as there are."""
+
+    def budget(self, sequences: Seq[Sequence], drafts: Seq[int], step: int) -> int | None:
+        """Drafts to verify in all, of so many of each request; the device spreads them. None: all."""
+
+
+class BudgetPolicy:
+    """The number of drafts that gives the most expected tokens for the measured cost of the step.
+
+    Estimates that are newer than two steps are left out, so that a draft's own confidence never decides whether the
+    drafts in front of it are verified. A request without an old estimate counts as certain.
+    """
+
+    def __init__(self, curve: CostCurve | None) -> None:
+        self.curve = curve
+
+    def lengths(self, sequences: Seq[Sequence], most: int) -> Seq[int] | None:
+        """No limit of a single request."""
+        return None
+
+    def budget(self, sequences: Seq[Sequence], drafts: Seq[int], step: int) -> int | None:
+        """Of the total over all requests."""
+        survival = [
+            (_older(sequence, step) or (float("nan"),) * count)[:count]
+            for sequence, count in zip(sequences, drafts, strict=True)
+        ]
+        return best_budget(survival, len(sequences), self.curve)
+
+
+class PaperPolicy:
+    """The algorithm that stops early, on the newest estimates: for engines that read a step before the next one."""
+
+    def __init__(self, curve: CostCurve) -> None:
+        self.curve = curve
+
+    def lengths(self, sequences: Seq[Sequence], most: int) -> Seq[int] | None:
+        """Of each request; one without an estimate counts as certain."""
+        counts = [sequence.num_drafts(most) for sequence in sequences]
+        survival = [
+            (sequence.estimates[-1][1] if sequence.estimates else (float("nan"),) * count)[:count]
+            for sequence, count in zip(sequences, counts, strict=True)
+        ]
+        return paper_lengths(survival, self.curve).tolist()
+
+    def budget(self, sequences: Seq[Sequence], drafts: Seq[int], step: int) -> int | None:
+        """No limit beside that of each request."""
+        return None
+
+
+def _older(sequence: Sequence, step: int) -> tuple[float, ...] | None:
+    """The newest survival that was made at least two steps before."""
+    return next((survival for made, survival in reversed(sequence.estimates) if made <= step - 2), None)
