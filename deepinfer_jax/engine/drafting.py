@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine import layout
@@ -167,6 +167,7 @@ def propose(
     )
     at = jnp.maximum(slots, 0)
     anchors, positions = newest.tokens[at, 0], newest.positions[at]
+    noise = _noise(fields, positions + 1, speculation)
     purpose = Purpose.FRESH if speculation.rule == "match" else Purpose.DRAFT
 
     def on_tile(logits: Array, rows: sampling.SampleRows) -> tuple[Array, tuple[Array, ...]]:
@@ -175,10 +176,11 @@ def propose(
         return sampled.token_ids, (sampled.token_logprobs, *distributions)
 
     def draw(place: Index, logits: Float32[Array, "C V"]) -> tuple[Int32[Array, " C"], tuple[Array, ...]]:
+        rows = layout.draft_rows(fields, positions + 1 + place, is_drawing)
         return map_rows(
             on_tile,
             logits,
-            layout.draft_rows(fields, positions + 1 + place, is_drawing),
+            dataclasses.replace(rows, seed_lo=noise[0], seed_hi=noise[1]),
             tile=config.product_tile,
             num_live=num_leading(is_drawing),
             has_fixed_trips=config.has_fixed_trips,
@@ -212,3 +214,11 @@ def propose(
         )
     told = jnp.concatenate([ids, *(lax.bitcast_convert_type(a, jnp.int32) for a in (confidence, logprobs))], axis=1)
     return dataclasses.replace(state, draft=rings), newest, told.T
+
+
+def _noise(
+    fields: dict[str, Array], positions: Int32[Array, " C"], speculation: Speculation
+) -> tuple[UInt32[Array, " C"], UInt32[Array, " C"]]:
+    """The seeds of a round's drafts, the first of which is for these positions: the request's own under match."""
+    seeds = [lax.bitcast_convert_type(fields[name], jnp.uint32) for name in ("seed_lo", "seed_hi")]
+    return (seeds[0], seeds[1]) if speculation.rule == "match" else verify.round_seeds(*seeds, positions)

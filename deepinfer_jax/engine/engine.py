@@ -23,7 +23,7 @@ from deepinfer_jax.engine.setup import load_engine_model, sample_settings
 from deepinfer_jax.engine.sizes import engine_sizes
 from deepinfer_jax.engine.stats import EngineStats, scheduler_gauges
 from deepinfer_jax.engine.stepping import StepLoop
-from deepinfer_jax.engine.warmup import warm_up
+from deepinfer_jax.engine.warmup import check_policy, warm_up
 from deepinfer_jax.sampling.constraints import DrawState
 from deepinfer_jax.sampling.grammar import GrammarError, GrammarTicket
 from deepinfer_jax.sampling.params import SamplingParams, derived_seed, request_seed
@@ -57,6 +57,7 @@ class LLMEngine:
         self.model, self.tokenizer, self.max_model_len = loaded.runtime.model, loaded.tokenizer, loaded.max_model_len
         self.runtime, self.params = loaded.runtime, loaded.params
         self.sizes = engine_sizes(config, loaded)
+        check_policy(verification, is_async=config.async_scheduling)
         self.scheduler = Scheduler(self.sizes.scheduler, verification)
         self.pipeline = Pipeline(
             loaded,

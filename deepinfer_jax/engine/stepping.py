@@ -149,8 +149,8 @@ class StepLoop:
             sequence = self._scheduler.get(request_id)
             if sequence is None:
                 self._masks.forget(request_id)
-            elif self._masks.is_ready(request_id, wait_s=wait_s):
-                sequence.is_held, wait_s = False, 0.0
+            elif not sequence.draws_in_flight and self._masks.is_ready(request_id, wait_s=wait_s):
+                sequence.is_held, wait_s = False, 0.0  # the step that it sat out has been read
 
     def _idle_s(self, now: float) -> float:
         """At most how long the device has waited for the step that is about to be launched."""

@@ -12,7 +12,7 @@ from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.engine.sizes import EngineSizes
 from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.scheduler.scheduler import Scheduler
-from deepinfer_jax.scheduler.verification import BudgetPolicy
+from deepinfer_jax.scheduler.verification import BudgetPolicy, VerificationPolicy
 
 
 def warm_up(
@@ -31,6 +31,15 @@ def warm_up(
     if speculation.is_scheduled and scheduler.verification is None:
         curve = cost_curve(config, model, sizes, pipeline, lambda rows: _bar(rows, "timing steps", "size"))
         scheduler.verification = BudgetPolicy(curve)
+
+
+def check_policy(policy: VerificationPolicy | None, *, is_async: bool) -> None:
+    """Raises ValueError for a policy that needs what an asynchronous engine has not read."""
+    if policy is not None and policy.reads_newest and is_async:
+        raise ValueError(
+            f"verification={type(policy).__name__} needs the estimates of the step just in front; set "
+            "DEEPINFER_ZERO_OVERHEAD_SCHEDULING=0, or give a BudgetPolicy"
+        )
 
 
 def _bar(items: Sequence[Any], name: str, unit: str) -> Any:

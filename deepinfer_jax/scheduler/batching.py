@@ -135,7 +135,7 @@ def _facts(chunk: Chunk, token_start: int) -> tuple[int, ...]:
     return (
         sequence.slot,
         chunk.start,
-        int(chunk.draw_source >= 0),
+        int(chunk.follows),
         chunk.length,
         chunk.num_drafts,
         token_start,

@@ -14,7 +14,7 @@ from deepinfer_jax.scheduler.sequence import Copy, Sequence
 class Chunk:
     """Consecutive rows of one request: part of its prompt, or its next token and what may follow it.
 
-    start is exact in a prefill step and when draw_source is -1. Otherwise the step in front is unread, and start
+    start is exact in a prefill step and where follows is False. Otherwise the step in front is unread, and start
     assumes that it keeps all its rows: the device subtracts those it rejects.
     """
 
@@ -25,7 +25,7 @@ class Chunk:
     draws: bool  # False in the middle of a prompt
     draw_position: int  # of the first token drawn: behind a prompt's last row, or behind a decode chunk's first row
     first_unknown: int  # position of the first token that the host does not know and that this may draw
-    draw_source: int = -1  # place among `drawing` of the step in front whose token is this first row; -1: host has it
+    follows: bool = False  # the first row is the newest token of the slot, which the host has not read
     epoch: int  # of the sequence; results are dropped once it has moved on
     scores: bool = False  # every row has a logit row: those in front of a known prompt token tell its probability
 
@@ -42,7 +42,7 @@ class Chunk:
     @property
     def known_tokens(self) -> abc.Sequence[int]:
         """The tokens of its rows that the host knows: all but drafts, and but a first one that is unread."""
-        if self.draw_source >= 0:
+        if self.follows:
             return ()
         return self.sequence.tokens_from(self.start, self.length - self.num_drafts)
 

@@ -19,7 +19,7 @@ from deepinfer_jax.scheduler.plan import Chunk, Plan, RankPlan
 from deepinfer_jax.scheduler.policy import Counters, Gauges, SchedulerConfig
 from deepinfer_jax.scheduler.rank import Rank
 from deepinfer_jax.scheduler.sequence import Limits, Sequence
-from deepinfer_jax.scheduler.verification import VerificationPolicy
+from deepinfer_jax.scheduler.verification import VerificationPolicy, budget_of
 
 _MAX_UNREAD = 1  # plans that may be unread when the next one is made
 
@@ -226,7 +226,11 @@ class Scheduler:
         if not any(chunks):
             return None
         ranks = tuple(
-            RankPlan(chunks=own, copies=rank.take_copies(self._num_steps), budget=self._budget(own))
+            RankPlan(
+                chunks=own,
+                copies=rank.take_copies(self._num_steps),
+                budget=budget_of(own, self.verification, step=self._num_steps),
+            )
             for own, rank in zip(chunks, self.ranks, strict=True)
         )
         plan = Plan(step=self._num_steps, is_prefill=is_prefill, ranks=ranks)
@@ -248,21 +252,20 @@ class Scheduler:
     def _prefill_chunks(self, rank: Rank) -> Iterator[Chunk]:
         """Prompts that were begun and those that wait, in order of arrival, while there is room."""
         begun = deque(one for one in rank.running if one.is_in_prefill and not one.is_held)
-        rows, keys, count, ends, admits = self.config.max_num_batched_tokens, 0, 0, 0, True
+        rows, keys, count, admits = self.config.max_num_batched_tokens, 0, 0, True
         while sequence := self._next_prompt(rank, begun, admits=admits):
             hit = rank.find_prefix(sequence) if sequence.slot < 0 else None
             start = hit.position if hit else sequence.num_scheduled
-            length = self._chunk_len(sequence, start, rows)
+            length = sequence.chunk_len(start, rows, self.config)
             end = start + length
-            draws = end == sequence.prefill_len
             has_keys = keys == 0 or keys + end <= self.config.prefill_max_key_tokens
             if length == 0 or not has_keys or count == self.config.max_prompts:
                 return
             if sequence.slot < 0 and not rank.admit(sequence, hit):
                 admits = False  # those that run go on: they may hold the memory that it lacks
                 continue
-            yield self._launch(sequence, length, draw_index=ends if draws else -1, draw_position=end)
-            rows, keys, count, ends = rows - length, keys + end, count + 1, ends + draws
+            yield self._launch(sequence, length, draws=end == sequence.prefill_len, draw_position=end)
+            rows, keys, count = rows - length, keys + end, count + 1
 
     def _next_prompt(self, rank: Rank, begun: deque[Sequence], *, admits: bool) -> Sequence | None:
         """The first that was begun (an adopted one may be newer than one that waits), or that waits if it `admits`.
@@ -276,29 +279,11 @@ class Scheduler:
             self._end(sequence, "insufficient_system_resource")
         return begun.popleft() if begun else None
 
-    def _chunk_len(self, sequence: Sequence, start: int, max_rows: int) -> int:
-        """Rows of a prompt's chunk at `start`, 0 if none fits. The one place that decides where a prompt is cut."""
-        config, end = self.config, start + max_rows
-        if not config.is_chunked:
-            return sequence.prefill_len - start if sequence.prefill_len <= end else 0
-        cut = sequence.next_cut(start, interval=config.checkpoint_interval, multiple=config.chunk_multiple)
-        if cut <= end:
-            return cut - start
-        return max(0, end - end % config.chunk_multiple - start)
-
     def _decode_chunks(self, rank: Rank) -> Iterator[Chunk]:
         """The next rows of every running request whose prompt is done, oldest first."""
-        max_model_len = self.config.max_model_len
-        decoding = [
-            one
-            for one in rank.running
-            if not (one.is_in_prefill or one.is_held)
-            and one.may_draw(max_model_len)
-            and one.num_scheduled < max_model_len
-        ]
-        most = self.config.max_decode_rows - 1
+        max_model_len, most = self.config.max_model_len, self.config.max_decode_rows - 1
+        decoding = [one for one in rank.running if not one.is_in_prefill and one.may_decode(max_model_len)]
         limits = self.verification.lengths(decoding, most) if self.verification else None
-        num_drawing = 0
         for index, sequence in enumerate(decoding):
             if sequence.slot < 0:  # it gave way to an older one
                 continue
@@ -307,17 +292,7 @@ class Scheduler:
             length = min(1 + num_drafts, max_model_len - start)
             # Without room for a row an unread step may still reject some of its rows: the request waits for that.
             if self._make_room(rank, sequence, start + length):
-                yield self._launch(
-                    sequence, length, num_drafts=length - 1, draw_index=num_drawing, draw_position=start + 1
-                )
-                num_drawing += 1
-
-    def _budget(self, chunks: abc.Sequence[Chunk]) -> int | None:
-        """Drafts of a rank that have a row; None: all."""
-        drafts = [chunk.num_drafts for chunk in chunks]
-        if self.verification is None or not any(drafts):
-            return None
-        return self.verification.budget([chunk.sequence for chunk in chunks], drafts, self._num_steps)
+                yield self._launch(sequence, length, num_drafts=length - 1, draws=True, draw_position=start + 1)
 
     def _make_room(self, rank: Rank, sequence: Sequence, num_tokens: int) -> bool:
         """Gives a request the pages of `num_tokens` tokens. The newest ones give way, which may be the request."""
@@ -347,7 +322,7 @@ class Scheduler:
         rank.enqueue(sequence)
 
     def _launch(
-        self, sequence: Sequence, length: int, *, draw_index: int, draw_position: int, num_drafts: int = 0
+        self, sequence: Sequence, length: int, *, draws: bool, draw_position: int, num_drafts: int = 0
     ) -> Chunk:
         """The next rows of a request, which is noted there."""
         chunk = Chunk(
@@ -355,14 +330,14 @@ class Scheduler:
             start=sequence.num_scheduled,
             length=length,
             num_drafts=num_drafts,
-            draws=draw_index >= 0,
+            draws=draws,
             draw_position=draw_position,
             first_unknown=sequence.num_tokens + sequence.draws_in_flight,
-            draw_source=sequence.draw_index if sequence.draws_in_flight else -1,
+            follows=sequence.draws_in_flight > 0,
             epoch=sequence.epoch,
             scores=sequence.scores_prompt and not sequence.output,
         )
-        sequence.launch_rows(length, step=self._num_steps, draw_index=draw_index)
+        sequence.launch_rows(length, step=self._num_steps, draws=draws)
         return chunk
 
     # Results.

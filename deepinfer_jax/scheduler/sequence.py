@@ -10,6 +10,8 @@ import math
 from collections import abc
 from typing import Any
 
+from deepinfer_jax.scheduler.policy import SchedulerConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
@@ -64,7 +66,6 @@ class Sequence:
     num_written: int = 0  # positions whose rows were read and kept
     rows_in_flight: int = 0  # rows of unread steps
     draws_in_flight: int = 0  # unread steps that draw at least one token
-    draw_index: int = -1  # place among the drawing chunks of the last step that draws
     has_drafts: bool = False  # whether drafts will stand behind its newest token in the slot
     proposal: Any = None  # what the last step that was read proposed behind its newest token: the caller's own
     estimates: tuple[tuple[int, tuple[float, ...]], ...] = ()  # (step, survival of its drafts) of the last steps read
@@ -111,10 +112,14 @@ class Sequence:
     def _ends_with(self, token: int) -> bool:
         return (token == self.limits.eos_id and not self.limits.ignore_eos) or token in self.limits.stop_ids
 
-    def may_draw(self, max_model_len: int) -> bool:
-        """Whether another token could follow when each unread step draws only one: else a row would be wasted."""
+    def may_decode(self, max_model_len: int) -> bool:
+        """Whether a decode step may take it in: another token could follow when each unread step draws only one.
+
+        Else a row would be wasted.
+        """
         num_drawn = len(self.output) + self.draws_in_flight
-        return num_drawn < self.limits.max_tokens and len(self.prompt) + num_drawn <= max_model_len
+        has_place = len(self.prompt) + num_drawn <= max_model_len and self.num_scheduled < max_model_len
+        return has_place and num_drawn < self.limits.max_tokens and not self.is_held
 
     def num_drafts(self, most: int) -> int:
         """Drafts worth verifying: those that exist, and no more than could still be emitted."""
@@ -148,13 +153,22 @@ class Sequence:
             cuts.append(start - start % common + common)
         return min((self.prefill_len, *cuts))
 
-    def launch_rows(self, count: int, *, step: int, draw_index: int) -> None:
-        """Notes rows that a step computes; draw_index is -1 if it draws nothing for this request."""
+    def chunk_len(self, start: int, max_rows: int, config: SchedulerConfig) -> int:
+        """Rows of a prompt's chunk at `start`, 0 if none fits. The one place that decides where a prompt is cut."""
+        end = start + max_rows
+        if not config.is_chunked:
+            return self.prefill_len - start if self.prefill_len <= end else 0
+        cut = self.next_cut(start, interval=config.checkpoint_interval, multiple=config.chunk_multiple)
+        if cut <= end:
+            return cut - start
+        return max(0, end - end % config.chunk_multiple - start)
+
+    def launch_rows(self, count: int, *, step: int, draws: bool) -> None:
+        """Notes rows that a step computes, and whether it draws a token for this request."""
         self.rows_in_flight += count
         self.last_step = step
-        if draw_index >= 0:
+        if draws:
             self.draws_in_flight += 1
-            self.draw_index = draw_index
             self.has_drafts = True
 
     def read_rows(self, count: int, num_kept: int) -> None:
@@ -168,7 +182,7 @@ class Sequence:
         self.slot, self.pages, self.pending_copy = -1, [], None
         self.num_written = self.rows_in_flight = self.draws_in_flight = self.seen_end = 0
         self.window_start = self.branch_point = 0
-        self.draw_index = self.last_step = -1
+        self.last_step = -1
         self.has_drafts, self.proposal, self.estimates = False, None, ()
         self.prefill_len = self.num_tokens
         self.epoch += 1

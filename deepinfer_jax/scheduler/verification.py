@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol, runtime_checkable
 
 from deepinfer_jax.scheduler.budget import CostCurve, best_budget, paper_lengths
+from deepinfer_jax.scheduler.plan import Chunk
 from deepinfer_jax.scheduler.sequence import Sequence
 
 ESTIMATES_KEPT = 2
@@ -15,7 +16,12 @@ ESTIMATES_KEPT = 2
 
 @runtime_checkable
 class VerificationPolicy(Protocol):
-    """Decides before a decode step is launched; asked once for each rank and step."""
+    """Decides before a decode step is launched; asked once for each rank and step.
+
+    reads_newest: whether it needs the estimates of the step just in front, which asynchronous scheduling has not read.
+    """
+
+    reads_newest: bool
 
     def lengths(self, sequences: Seq[Sequence], most: int) -> Seq[int] | None:
         """Drafts to verify of each request that decodes, at most `most` of each; None: as many as there are."""
@@ -31,6 +37,8 @@ class BudgetPolicy:
     drafts in front of it are verified. A request without an old estimate counts as certain.
     """
 
+    reads_newest = False
+
     def __init__(self, curve: CostCurve | None) -> None:
         self.curve = curve
 
@@ -40,15 +48,14 @@ class BudgetPolicy:
 
     def budget(self, sequences: Seq[Sequence], drafts: Seq[int], step: int) -> int | None:
         """Of the total over all requests."""
-        survival = [
-            (_older(sequence, step) or (float("nan"),) * count)[:count]
-            for sequence, count in zip(sequences, drafts, strict=True)
-        ]
+        survival = [_padded(_older(sequence, step), count) for sequence, count in zip(sequences, drafts, strict=True)]
         return best_budget(survival, len(sequences), self.curve)
 
 
 class PaperPolicy:
     """The algorithm that stops early, on the newest estimates: for engines that read a step before the next one."""
+
+    reads_newest = True
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
@@ -57,7 +64,7 @@ class PaperPolicy:
         """Of each request; one without an estimate counts as certain."""
         counts = [sequence.num_drafts(most) for sequence in sequences]
         survival = [
-            (sequence.estimates[-1][1] if sequence.estimates else (float("nan"),) * count)[:count]
+            _padded(sequence.estimates[-1][1] if sequence.estimates else (), count)
             for sequence, count in zip(sequences, counts, strict=True)
         ]
         return paper_lengths(survival, self.curve).tolist()
@@ -67,6 +74,19 @@ class PaperPolicy:
         return None
 
 
-def _older(sequence: Sequence, step: int) -> tuple[float, ...] | None:
+def budget_of(chunks: Seq[Chunk], policy: VerificationPolicy | None, *, step: int) -> int | None:
+    """Drafts of a rank's chunks that have a row; None: all."""
+    drafts = [chunk.num_drafts for chunk in chunks]
+    if policy is None or not any(drafts):
+        return None
+    return policy.budget([chunk.sequence for chunk in chunks], drafts, step)
+
+
+def _older(sequence: Sequence, step: int) -> tuple[float, ...]:
     """The newest survival that was made at least two steps before."""
-    return next((survival for made, survival in reversed(sequence.estimates) if made <= step - 2), None)
+    return next((survival for made, survival in reversed(sequence.estimates) if made <= step - 2), ())
+
+
+def _padded(survival: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """The survival of so many drafts; NaN where there is no estimate."""
+    return (survival + (float("nan"),) * count)[:count]

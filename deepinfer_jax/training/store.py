@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from deepinfer_jax.training.optimise import TrainState
 
@@ -37,7 +39,8 @@ def restore_state(directory: str | Path, like: TrainState) -> TrainState:
         raise ValueError(f"{directory} holds no checkpoint of a run; give the folder of one, or start anew")
     with ocp.StandardCheckpointer() as checkpointer:
         tree = checkpointer.restore(source, jax.tree.map(_abstract, _tree(like)))
-    return jax.tree.unflatten(jax.tree.structure(like), tree)
+    # Not bound to a device, as the arrays of a new run are: one compiled step serves both.
+    return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(np.asarray(array)) for array in tree])
 
 
 def _tree(state: TrainState) -> list[jax.Array]:

@@ -6,6 +6,7 @@ import pytest
 
 from deepinfer_jax import LLM
 from deepinfer_jax.testing import tiny
+from deepinfer_jax.testing.agreeing import write_agreeing_model
 
 SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1), id=f"weights{seed}") for seed in tiny.CASE_SEEDS]
 
@@ -14,6 +15,12 @@ SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1), id=f"weights{
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A TinyByte model."""
     return tiny.tiny_byte_model(tmp_path_factory.mktemp("case"), seed=request.param)
+
+
+@pytest.fixture(scope="session", params=SEEDS)
+def agreeing_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A TinyByte model whose drafts are kept in part."""
+    return write_agreeing_model(tmp_path_factory.mktemp("agreeing"), seed=request.param)
 
 
 @pytest.fixture(scope="session")

@@ -357,7 +357,7 @@ def logits_of(llm, monkeypatch):
     sample = pipeline.sample
 
     def spy(launched, *args):
-        seen.append(np.asarray(launched.logits)[0].astype(np.float64))
+        seen.append(np.asarray(launched.waiting[0])[0].astype(np.float64))
         return sample(launched, *args)
 
     monkeypatch.setattr(pipeline, "sample", spy)

@@ -58,7 +58,7 @@ def run(engine, shape, before: Carried, plan: RankPlan):
     return result, np.asarray(computed).tolist(), after
 
 
-def chunk(slot: int, prompt: list[int], params: SamplingParams, seed: int, *, draw_source: int = -1) -> Chunk:
+def chunk(slot: int, prompt: list[int], params: SamplingParams, seed: int, *, follows: bool = False) -> Chunk:
     sequence = Sequence(
         request_id=str(slot),
         prompt=prompt,
@@ -69,13 +69,13 @@ def chunk(slot: int, prompt: list[int], params: SamplingParams, seed: int, *, dr
     end = len(prompt)
     return Chunk(
         sequence=sequence,
-        start=0 if draw_source < 0 else end,
-        length=end if draw_source < 0 else 1,
+        start=end if follows else 0,
+        length=1 if follows else end,
         draws=True,
-        draw_position=end + (draw_source >= 0),
-        first_unknown=end + (draw_source >= 0),
+        draw_position=end + follows,
+        first_unknown=end + follows,
         epoch=0,
-        draw_source=draw_source,
+        follows=follows,
     )
 
 
@@ -129,7 +129,7 @@ def test_a_token_that_the_host_has_not_read_is_the_newest_one_of_its_slot(engine
     _, _, before = run(engine, shape, carried(engine), RankPlan(chunks=(chunk(3, [9], SamplingParams(), 5),)))
     tokens = before.newest.tokens.at[3, 0].set(43)
     before = dataclasses.replace(before, newest=dataclasses.replace(before.newest, tokens=tokens))
-    got, _, after = run(engine, shape, before, RankPlan(chunks=(chunk(3, [9], SamplingParams(), 5, draw_source=0),)))
+    got, _, after = run(engine, shape, before, RankPlan(chunks=(chunk(3, [9], SamplingParams(), 5, follows=True),)))
     np.testing.assert_array_equal(got.drawn[:, 0], known.drawn[:, 0])
     assert np.asarray(after.newest.positions)[3] == 2
 

@@ -12,32 +12,31 @@ from deepinfer_jax.sampling.draw import Purpose
 from deepinfer_jax.sampling.logits import LOGPROB_FLOOR, process
 from deepinfer_jax.testing.compare import assert_bitwise
 from tests.sampling.build import mixed_requests, random_logits, rows_of, take
-from tests.sampling.toys import KINDS, PAIRS, Toy, V, dirichlet, expected_chances, logs, make_toy, stop_probabilities
+from tests.sampling.toys import (
+    DRAW,
+    KINDS,
+    PAIRS,
+    Toy,
+    V,
+    chi_square,
+    dirichlet,
+    draw_all,
+    expected_chances,
+    logs,
+    make_toy,
+    requests_of,
+    stop_probabilities,
+)
 
 RULES = {"rejection": jax.jit(verify.verify_rejection), "block": jax.jit(verify.verify_block)}
 CHANCES = {"rejection": jax.jit(verify.rejection_chances), "block": jax.jit(verify.block_chances)}
 RESIDUAL = jax.jit(verify.residual_weights)
 PROCESS = jax.jit(process)
-DRAW = jax.jit(draw.draw, static_argnames="purpose")
 # Weights are within 2^-22 relative; the law of two drafts is a product of a few of them.
 LAW_ERROR = 2e-6
 # E / (E + 1 - P) is a quotient of differences: what is left of 2^-22 when 1 - P + E is about 1/50.
 QUOTIENT_ERROR = 2e-5
 CHI2_26, CHI2_80 = 54.05, 124.84  # 99.9 % quantiles
-
-
-def requests_of(drafts, lengths, *, drawn=None) -> verify.VerifyRequests:
-    drafts = np.asarray(drafts, np.int32)
-    count, num_drafts = drafts.shape
-    return verify.VerifyRequests(
-        drawn=jnp.asarray(np.zeros((count, num_drafts + 1)) if drawn is None else drawn, jnp.int32),
-        is_fixed=jnp.zeros((count, num_drafts + 1), bool),
-        drafts=jnp.asarray(drafts),
-        lengths=jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), (count,)),
-        seed_lo=jnp.arange(count, dtype=jnp.uint32),
-        seed_hi=jnp.full((count,), 7, jnp.uint32),
-        positions=jnp.full((count,), 40, jnp.int32),
-    )
 
 
 def as_floats(limbs, is_positive) -> np.ndarray:
@@ -116,26 +115,6 @@ def test_block_accepts_at_least_as_many_drafts_as_rejection():
     assert np.mean(gains) > 1e-3
 
 
-def draw_rows(probs: np.ndarray, seeds, positions: jax.Array, purpose: Purpose) -> np.ndarray:
-    distances = jnp.asarray(np.round(-np.log(probs) * 2**24), jnp.int32)
-    return np.asarray(DRAW(distances, jnp.ones(distances.shape, bool), *seeds, positions, purpose=purpose))
-
-
-def draw_all(requests: verify.VerifyRequests, p_of, q_of) -> tuple[verify.VerifyRequests, np.ndarray, np.ndarray]:
-    """A round of two drafts, with p [R, 3, V] and q [R, 2, V]; p_of and q_of: distributions behind some drafts."""
-    seeds = requests.seed_lo, requests.seed_hi
-    positions = [requests.positions + place for place in range(3)]
-    drafts, q = np.zeros((len(requests.lengths), 0), np.int32), []
-    for place in range(2):
-        q.append(q_of(drafts))
-        token_ids = draw_rows(q[-1], verify.round_seeds(*seeds, positions[0]), positions[place], Purpose.DRAFT)
-        drafts = np.concatenate([drafts, token_ids[:, None]], axis=1)
-    p = [p_of(drafts[:, :row]) for row in range(3)]
-    drawn = np.stack([draw_rows(p[row], seeds, positions[row], Purpose.FRESH) for row in range(3)], axis=1)
-    requests = dataclasses.replace(requests, drafts=jnp.asarray(drafts), drawn=jnp.asarray(drawn))
-    return requests, np.stack(p, axis=1), np.stack(q, axis=1)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_a_million_draws_have_the_law_of_the_target(rule):
     toy, count = make_toy("plain", 5), 1_000_000
@@ -159,10 +138,6 @@ def test_a_million_draws_have_the_law_of_the_target(rule):
         assert set(np.unique(num_kept[own])) == set(range(1, length + 2))
 
 
-def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_round_after_round_has_the_law_of_the_target(rule):
     """Rounds see positions again whose drafts were left behind: these must not tell anything about the next ones."""
@@ -177,7 +152,8 @@ def test_round_after_round_has_the_law_of_the_target(rule):
             return lambda drafts: table[drafts[:, -1] if drafts.shape[1] else newest]
 
         requests = dataclasses.replace(requests_of(np.zeros((count, 2)), 2), positions=jnp.asarray(ends))
-        verified = RULES[rule](*map(logs, (drawn := draw_all(requests, behind(p), behind(q)))[1:]), drawn[0])
+        requests, target, drafter = draw_all(requests, behind(p), behind(q))
+        verified = RULES[rule](logs(target), logs(drafter), requests)
         is_open, num_kept = ends <= num_tokens, np.asarray(verified.num_kept)
         for place in range(3):
             here = is_open & (num_kept > place)
@@ -392,7 +368,9 @@ def test_noise_is_keyed_by_position_and_purpose(step):
     got = RULES["rejection"](step.logprobs, step.draft_logprobs, requests)
     chances = np.asarray(CHANCES["rejection"](step.logprobs, step.draft_logprobs, requests))
     words = requests.seed_lo, requests.seed_hi
-    uniforms = np.stack([draw.accept_uniforms(*words, requests.positions + place) for place in range(4)], axis=1)
+    no_token = jnp.array([-1], jnp.int32)
+    own = [w[:, 0] for w in draw.random_words(*words, requests.positions, no_token, purpose=Purpose.DRAFT)]
+    uniforms = np.stack([draw.accept_uniforms(*own, requests.positions + place) for place in range(4)], axis=1)
     is_accepted = (uniforms < chances) & (np.arange(4)[None, :] < np.asarray(requests.lengths)[:, None])
     stop = np.cumprod(is_accepted, axis=1).sum(axis=1)
     np.testing.assert_array_equal(got.num_kept, stop + 1)

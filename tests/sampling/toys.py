@@ -7,7 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deepinfer_jax.sampling import draw, verify
+from deepinfer_jax.sampling.draw import Purpose
 from deepinfer_jax.sampling.logits import LOGPROB_FLOOR
+
+DRAW = jax.jit(draw.draw, static_argnames="purpose")
 
 V = 3
 PAIRS = np.array(list(itertools.product(range(V), repeat=2)), np.int32)  # every pair of drafts
@@ -73,6 +77,40 @@ def logs(probs: np.ndarray) -> jax.Array:
         return jnp.asarray(np.maximum(np.log(probs), LOGPROB_FLOOR).astype(np.float32))
 
 
+def requests_of(drafts, lengths, *, drawn=None) -> verify.VerifyRequests:
+    drafts = np.asarray(drafts, np.int32)
+    count, num_drafts = drafts.shape
+    return verify.VerifyRequests(
+        drawn=jnp.asarray(np.zeros((count, num_drafts + 1)) if drawn is None else drawn, jnp.int32),
+        is_fixed=jnp.zeros((count, num_drafts + 1), bool),
+        drafts=jnp.asarray(drafts),
+        lengths=jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), (count,)),
+        seed_lo=jnp.arange(count, dtype=jnp.uint32),
+        seed_hi=jnp.full((count,), 7, jnp.uint32),
+        positions=jnp.full((count,), 40, jnp.int32),
+    )
+
+
+def draw_rows(probs: np.ndarray, seeds, positions: jax.Array, purpose: Purpose) -> np.ndarray:
+    distances = jnp.asarray(np.round(-np.log(probs) * 2**24), jnp.int32)
+    return np.asarray(DRAW(distances, jnp.ones(distances.shape, bool), *seeds, positions, purpose=purpose))
+
+
+def draw_all(requests: verify.VerifyRequests, p_of, q_of) -> tuple[verify.VerifyRequests, np.ndarray, np.ndarray]:
+    """A round of two drafts, with p [R, 3, V] and q [R, 2, V]; p_of and q_of: distributions behind some drafts."""
+    seeds = requests.seed_lo, requests.seed_hi
+    positions = [requests.positions + place for place in range(3)]
+    drafts, q = np.zeros((len(requests.lengths), 0), np.int32), []
+    for place in range(2):
+        q.append(q_of(drafts))
+        token_ids = draw_rows(q[-1], verify.round_seeds(*seeds, positions[0]), positions[place], Purpose.DRAFT)
+        drafts = np.concatenate([drafts, token_ids[:, None]], axis=1)
+    p = [p_of(drafts[:, :row]) for row in range(3)]
+    drawn = np.stack([draw_rows(p[row], seeds, positions[row], Purpose.FRESH) for row in range(3)], axis=1)
+    requests = dataclasses.replace(requests, drafts=jnp.asarray(drafts), drawn=jnp.asarray(drawn))
+    return requests, np.stack(p, axis=1), np.stack(q, axis=1)
+
+
 # What each rule is meant to compute, from the specification, in float64.
 
 
@@ -110,3 +148,7 @@ def stop_probabilities(rule: str, chances: np.ndarray, length: int) -> np.ndarra
         left = left * (1 - chances[:, i])
     stops[:, 0] = left
     return stops
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())

@@ -130,11 +130,12 @@ class Device:
 
     def _run_chunk(self, chunk: Chunk, rank: int, plan: Plan, unread: list[Launched], expected: Expected) -> list[int]:
         start, tokens = chunk.start, list(chunk.sequence.tokens_from(chunk.start, chunk.length))
-        if chunk.draw_source >= 0:
+        if chunk.follows:
             front = unread[-1]
-            source = front.plan.ranks[rank].drawing[chunk.draw_source]
-            kept = front.drawn[rank][chunk.draw_source]
-            assert (source.sequence, source.epoch) == (chunk.sequence, chunk.epoch)
+            drawing = front.plan.ranks[rank].drawing
+            index = [source.sequence for source in drawing].index(chunk.sequence)
+            source, kept = drawing[index], front.drawn[rank][index]
+            assert source.epoch == chunk.epoch
             start -= 0 if front.plan.is_prefill else source.length - len(kept)
             tokens = kept[-1:]
         num_kept = chunk.length if plan.is_prefill else self._rng.randint(1, chunk.length)

@@ -283,7 +283,7 @@ def test_lengths_are_corrected_when_a_step_keeps_fewer_rows():
     assert rows_of(first) == [("a", 3, 3)]
     assert rows_of(second) == [("a", 6, 3)]
     assert first is not None and second is not None
-    assert [(c.draw_source, c.output_index) for c in (*first.chunks, *second.chunks)] == [(-1, 1), (0, 4)]
+    assert [(c.follows, c.output_index) for c in (*first.chunks, *second.chunks)] == [(False, 1), (True, 4)]
     scheduler.commit(first, {"a": [9]})
     assert (sequence.num_written, sequence.num_scheduled) == (4, 7)
     scheduler.commit(second, {"a": [9, 9]})
@@ -298,12 +298,12 @@ def test_next_step_takes_its_token_from_the_unread_one():
     prefill = scheduler.schedule()
     decode = scheduler.schedule()
     assert prefill is not None and decode is not None
-    assert [(c.start, c.draws, c.draw_source, c.draw_position, c.output_index) for c in prefill.chunks] == [
-        (0, True, -1, 2, 0)
+    assert [(c.start, c.draws, c.follows, c.draw_position, c.output_index) for c in prefill.chunks] == [
+        (0, True, False, 2, 0)
     ] * 2
-    assert [(c.start, c.draws, c.draw_source, c.draw_position, c.output_index) for c in decode.chunks] == [
-        (2, True, 0, 3, 1),
-        (2, True, 1, 3, 1),
+    assert [(c.start, c.draws, c.follows, c.draw_position, c.output_index) for c in decode.chunks] == [
+        (2, True, True, 3, 1),
+        (2, True, True, 3, 1),
     ]
     with pytest.raises(ValueError, match="2 plans are unread; commit plan 0 first"):
         scheduler.schedule()
@@ -313,7 +313,7 @@ def test_next_step_takes_its_token_from_the_unread_one():
     assert scheduler.counters.results_dropped == 1
     plan = scheduler.schedule()
     assert plan is not None
-    assert [(c.draw_source, list(c.sequence.tokens_from(c.start, c.length))) for c in plan.chunks] == [(-1, [8])]
+    assert [(c.follows, list(c.sequence.tokens_from(c.start, c.length))) for c in plan.chunks] == [(False, [8])]
 
 
 def test_no_row_is_launched_for_a_token_that_cannot_be_kept():

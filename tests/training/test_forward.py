@@ -13,9 +13,9 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.backbone import StepOutput, forward
 from deepinfer_jax.model.batch import make_batch
-from deepinfer_jax.model.draft import draft_block, write_context
+from deepinfer_jax.model.draft import DraftOutput, draft_block, write_context
 from deepinfer_jax.model.params import ExpertParams, Params
-from deepinfer_jax.model.state import init_draft_state, init_state
+from deepinfer_jax.model.state import DraftState, init_draft_state, init_state
 from deepinfer_jax.testing import compare
 from deepinfer_jax.testing.random_config import random_config
 from deepinfer_jax.training.draft import markov_logits, run_blocks
@@ -99,9 +99,8 @@ def test_drafts_equal_serving_without_quantisers(shape, start, tokens):
     backbone = training_params(*start, shape, strength=NONE)
     masters = initial_masters(shape, seed=2, with_draft=True)
     params = training_params(masters, initial_fixed(shape), shape, strength=NONE, frozen=backbone)
-    blocks = run_blocks(
-        params, jnp.asarray(features), jnp.asarray(tokens), jnp.asarray(anchors), config=settings, strength=NONE
-    )
+    run = jax.jit(functools.partial(run_blocks, config=settings))
+    blocks = run(params, jnp.asarray(features), jnp.asarray(tokens), jnp.asarray(anchors), strength=NONE)
     want = [
         drafts_of_serving(for_serving(params), features, tokens, anchors[:, i], shape) for i in range(anchors.shape[1])
     ]
@@ -121,10 +120,16 @@ def drafts_of_serving(
     state = init_draft_state(config, num_slots=len(tokens))
     rows = [(slot, position) for slot, anchor in enumerate(anchors) for position in range(anchor)]
     slots, positions = (jnp.asarray(column, jnp.int32) for column in zip(*rows, strict=True))
-    state = write_context(params, state, jnp.asarray(features)[slots, positions], positions, slots, config=config)
+    context = jnp.asarray(features)[slots, positions]
     newest = tokens[np.arange(len(tokens)), anchors]
-    slots = jnp.arange(len(tokens), dtype=jnp.int32)
-    made = draft_block(params, state, jnp.asarray(newest), jnp.asarray(anchors), slots, config=config)
+
+    @jax.jit
+    def draft(params: Params, state: DraftState) -> DraftOutput:
+        state = write_context(params, state, context, positions, slots, config=config)
+        own = jnp.arange(len(tokens), dtype=jnp.int32)
+        return draft_block(params, state, jnp.asarray(newest), jnp.asarray(anchors), own, config=config)
+
+    made = draft(params, state)
     before = np.concatenate([newest[:, None], np.asarray(made.ids)[:, :-1]], axis=1)
     return np.asarray(made.logits), np.asarray(made.confidence), before
 

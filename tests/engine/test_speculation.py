@@ -1,0 +1,136 @@
+"""Drafts change how many tokens a step gives, and nothing else (rule match)."""
+
+import dataclasses
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from deepinfer_jax import SamplingParams
+from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.scheduler.budget import CostCurve
+from deepinfer_jax.scheduler.verification import BudgetPolicy, PaperPolicy
+from deepinfer_jax.testing import tiny
+from deepinfer_jax.testing.agreeing import write_agreeing_model
+from tests.engine import driving
+
+NUM_TOKENS = 40
+KEEP = {"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "compact", "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "140"}
+SCHEMA = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 60}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+# Steps of more than 16 rows are dear, so that budgets are between none and all.
+CURVE = CostCurve(points=((8, 1.0), (16, 1.2), (24, 2.0), (48, 5.0), (240, 40.0)))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_agreeing_model(tmp_path_factory.mktemp("agreeing"), seed=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One way to run the same requests."""
+
+    drafts: int = 0
+    varlen: bool = False
+    is_async: bool = True
+    batch: int = 5
+    kind: str = "sampled"
+    replay: str = "off"
+
+
+def engine_of(model: Path, cell: Cell, **options: Any) -> LLMEngine:
+    environ = {
+        "DEEPINFER_ZERO_OVERHEAD_SCHEDULING": "1" if cell.is_async else "0",
+        **(KEEP if cell.replay == "compact" else {}),
+    }
+    return tiny.tiny_engine(
+        model,
+        environ,
+        max_num_seqs=40,
+        num_draft_tokens=cell.drafts,
+        varlen_verification=cell.varlen,
+        verification=BudgetPolicy(CURVE) if cell.varlen else None,
+        **options,
+    )
+
+
+def params_of(kind: str, seed: int) -> SamplingParams:
+    common: dict[str, Any] = {"seq_seed": seed, "max_tokens": NUM_TOKENS}
+    if kind == "greedy":
+        return SamplingParams(temperature=0.0, ignore_eos=True, **common)
+    if kind == "sampled":
+        return SamplingParams(temperature=1.0, ignore_eos=True, **common)
+    return SamplingParams(temperature=1.0, so_args={"schema_type": "json", "schema": SCHEMA}, **common)
+
+
+def prompt_of(index: int) -> list[int]:
+    """Every fourth one is longer than the tail that bounded replay keeps."""
+    return driving.prompt_of((23 * index + 5) % 90 + 160 * (index % 4 == 0), seed=index)
+
+
+def run(engine: LLMEngine, cell: Cell) -> dict[str, driving.Facts]:
+    for index in range(cell.batch):
+        driving.add(engine, f"r{index}", prompt_of(index), params_of(cell.kind, seed=index))
+    found = driving.facts(driving.drain(engine))
+    driving.check_free(engine)
+    return found
+
+
+@functools.cache
+def plain(model: Path, kind: str, replay: str) -> dict[str, driving.Facts]:
+    """Every request without drafts, all in one engine."""
+    return run(engine_of(model, Cell(replay=replay)), Cell(batch=40, kind=kind, replay=replay))
+
+
+def all_cells() -> list[Cell]:
+    sizes, kinds = (1, 5, 40), ("greedy", "sampled", "json")
+    cells = itertools.product((0, 1, 3, 5), (False, True), (True, False), sizes, kinds, ("off", "compact"))
+    # Without drafts there is nothing to schedule.
+    return [Cell(*values) for values in cells if values[0] or not values[1]]
+
+
+def pairwise(cells: list[Cell]) -> set[Cell]:
+    """Few cells in which every pair of values of any two of their fields occurs."""
+
+    def pairs(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
+        values = [(field.name, getattr(cell, field.name)) for field in dataclasses.fields(cell)]
+        return set(itertools.combinations(values, 2))
+
+    missing, chosen = set().union(*map(pairs, cells)), set()
+    while missing:
+        best = max(cells, key=lambda cell: len(pairs(cell) & missing))
+        chosen.add(best)
+        missing -= pairs(best)
+    return chosen
+
+
+QUICK = pairwise(all_cells())
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            cell, marks=[] if cell in QUICK else [pytest.mark.slow], id="-".join(map(str, dataclasses.astuple(cell)))
+        )
+        for cell in sorted(all_cells(), key=dataclasses.astuple)
+    ],
+)
+def test_tokens_and_logprobs_are_those_without_drafts(model, cell):
+    engine = engine_of(model, cell)
+    found = run(engine, cell)
+    want = plain(model, cell.kind, cell.replay)
+    assert found == {name: want[name] for name in found} and len(found) == cell.batch
+    if cell.drafts:
+        drafts = engine.stats()["drafts"]
+        assert drafts["drafts_accepted"] > 0 and drafts["wasted_rows"] > 0
+        assert max(drafts["verified_lens"]) <= cell.drafts
