@@ -45,6 +45,12 @@ COMMANDS: dict[str, Command] = {
         add="add_describe_parser",
         run="run_describe",
     ),
+    "bench": Command(
+        summary="tokens per second with and without drafts",
+        module="deepinfer_jax.testing.bench",
+        add="add_bench_parser",
+        run="run_bench",
+    ),
     "verify": Command(
         summary="compare the network with recordings of another implementation",
         module=__name__,

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench_step import commit_of_checkout
 
 from deepinfer_jax import EngineArgs, LLMEngine, SamplingParams
 from deepinfer_jax.config.args import resolve
+from deepinfer_jax.testing.facts import commit_of_checkout
 
 ROOT = Path(__file__).parents[1]
 REPLAY_KEEP = "140"
@@ -43,6 +43,7 @@ class Bench:
             disable_log_stats=True,
             stop_preempted_request=False,
             seed=self.args.seed,
+            num_draft_tokens=0,  # drafts have a benchmark of their own: deepinfer-jax bench
         )
         if self.args.eager:
             environ["ENFORCE_EAGER"] = "1"

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from bench_step import commit_of_checkout
 
 from deepinfer_jax.sampling.constraints import DrawState
 from deepinfer_jax.sampling.grammar import (
@@ -31,6 +30,7 @@ from deepinfer_jax.sampling.grammar import (
     vocabulary_of,
 )
 from deepinfer_jax.sampling.params import SamplingParams
+from deepinfer_jax.testing.facts import commit_of_checkout
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 SCHEMA = {

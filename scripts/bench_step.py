@@ -7,7 +7,6 @@ checks on the way that the device agrees with the CPU form of the same program.
 import argparse
 import functools
 import json
-import subprocess
 import time
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import make_batch
 from deepinfer_jax.model.params import init_params
 from deepinfer_jax.model.state import init_state
+from deepinfer_jax.testing.facts import commit_of_checkout
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,14 +87,6 @@ def measure(params: object, config: RuntimeConfig, num_rows: int, runs: int) -> 
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-
-
-def commit_of_checkout() -> str:
-    """The short commit id, "unknown" outside a checkout."""
-    result = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return result.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from bench_step import commit_of_checkout
 from tqdm import tqdm
 
 from deepinfer_jax import EngineArgs, LLMEngine, SamplingParams
 from deepinfer_jax.config.args import resolve
+from deepinfer_jax.testing.facts import commit_of_checkout
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench_step import commit_of_checkout
 
 from deepinfer_jax import EngineArgs, LLMEngine, SamplingParams
 from deepinfer_jax.config.args import resolve
 from deepinfer_jax.config.roles import replay_boundary
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.snapshot import RequestSnapshot
+from deepinfer_jax.testing.facts import commit_of_checkout
 
 ROOT = Path(__file__).parents[1]
 MODES = ("off", "mask", "compact")

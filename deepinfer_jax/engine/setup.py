@@ -51,13 +51,14 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
         )
     if config.source("engram_pad_token") != DEFAULT:
         model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)
+    speculation = make_speculation(config, model)
     return LoadedModel(
         params=params,
-        runtime=make_runtime(config, model, target=target),
+        runtime=make_runtime(config, model, target=target, max_drafts=speculation.max_drafts),
         tokenizer=find_tokenizer(config, location, model),
         max_model_len=context_limit(config, model),
         device=device,
-        speculation=make_speculation(config, model),
+        speculation=speculation,
     )
 
 
@@ -137,7 +138,7 @@ def context_limit(config: EngineConfig, model: ModelConfig) -> int:
     return min(config.max_model_len, limit)
 
 
-def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str) -> RuntimeConfig:
+def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str, max_drafts: int = 0) -> RuntimeConfig:
     """The static configuration of every step. Raises NotImplementedError for a promise that the target cannot keep."""
     if config.batch_invariant and target != "cpu":
         raise NotImplementedError(
@@ -150,7 +151,7 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str) -> Ru
     return RuntimeConfig(
         model=model,
         numerics=config.numerics or RELEASED_NUMERICS,  # type: ignore[arg-type]
-        rollback_tokens=max(MIN_ROLLBACK_TOKENS, config.max_backtracking_tokens, extra),
+        rollback_tokens=max(MIN_ROLLBACK_TOKENS, config.max_backtracking_tokens, max_drafts + 1, extra),
         is_invariant=is_invariant,
         replay_mode=config.replay_mode,  # type: ignore[arg-type]
         replay_keep_tokens=config.replay_keep_tokens,

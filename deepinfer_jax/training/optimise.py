@@ -107,7 +107,7 @@ def train_step(
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         updates, kept = optimizer.update(gradients, state.optimizer, state.masters)
         masters = optax.apply_updates(state.masters, updates)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
     fixed = balanced(state.fixed, measured.loads, rate=schedule.bias_rate)
     report = {"loss": value, "gradient_norm": norm, "learning_rate": learning_rate(state.step, schedule)}
     report |= {**measured.values, "overload": _overload(measured.loads)}

@@ -43,6 +43,9 @@ SPECIFIED = {
     "numerics": None,
     "kernels": None,
     "batch_invariant": None,
+    "num_draft_tokens": None,
+    "spec_mode": None,
+    "varlen_verification": None,
 }
 ASYNC = "DEEPINFER_ZERO_OVERHEAD_SCHEDULING"
 MISSING = "which has not landed in this version"
@@ -75,7 +78,7 @@ def test_fields_and_defaults_are_the_specified_ones_in_order():
     assert [kind.name for kind in EngineType] == ["NORMAL", "PROMPT", "COMPLETION"]
 
 
-def test_defaults_resolve_to_one_device_without_drafts():
+def test_defaults_resolve_to_one_device_with_drafts():
     config = resolve(EngineArgs(), {})
     expected = {
         "model": None,
@@ -95,8 +98,11 @@ def test_defaults_resolve_to_one_device_without_drafts():
         "jit_cache_dir": None,
         "engram_pad_token": 2,
         "enforce_eager": False,
-        "num_draft_tokens": 0,
-        "max_backtracking_tokens": 1,
+        "num_draft_tokens": 5,
+        "spec_mode": "match",
+        "varlen_verification": False,
+        "confidence_temperatures": 1.0,
+        "max_backtracking_tokens": 6,
         "disable_log_stats": False,
         "tokens_per_block": 64,
         "num_kv_tokens": None,
@@ -114,6 +120,9 @@ def test_defaults_resolve_to_one_device_without_drafts():
         ("numerics", "DEEPINFER_JAX_NUMERICS", "bf16", "bf16", "fp32"),
         ("kernels", "DEEPINFER_JAX_KERNELS", "reference", "reference", "auto"),
         ("batch_invariant", "DEEPINFER_BATCH_INVARIANT", "on", True, False),
+        ("num_draft_tokens", "DEEPINFER_USE_NEXTN_DECODE", "3", 3, 0),
+        ("spec_mode", "DEEPINFER_JAX_SPEC_MODE", "block", "block", "rejection"),
+        ("varlen_verification", "DEEPINFER_ENABLE_MTP_VARLEN", "1", True, False),
     ],
 )
 def test_argument_beats_environment_beats_default(field, variable, text, in_environment, argument):
@@ -147,7 +156,7 @@ def test_sources_tell_derived_values_and_what_they_come_from():
         "numerics": "derived from dtype",
         "max_num_batched_tokens": "derived from max_model_len and max_num_seqs",
         "data_parallel_size": "derived from the other sizes",
-        "num_draft_tokens": "derived: speculation has not landed",
+        "num_draft_tokens": "default",
         "max_backtracking_tokens": "derived from DEEPINFER_USE_NEXTN_DECODE",
         "tokens_per_block": "derived: the page size",
         "async_scheduling": "derived from engine_type",
@@ -159,11 +168,9 @@ def test_sources_tell_derived_values_and_what_they_come_from():
     assert (config.tokenizer, config.numerics) == ("/m", "fp32")
 
 
-def test_landing_speculation_turns_drafts_on_by_default(land):
-    land("speculation")
+def test_drafts_are_on_by_default_and_have_room():
     config = resolve(EngineArgs(max_num_seqs=1000), {})
     assert (config.num_draft_tokens, config.source("num_draft_tokens")) == (5, "default")
-    assert config.max_backtracking_tokens == 6
     assert config.max_num_batched_tokens == 6000
 
 

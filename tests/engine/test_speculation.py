@@ -74,7 +74,7 @@ def params_of(kind: str, seed: int) -> SamplingParams:
 
 def prompt_of(index: int) -> list[int]:
     """Every fourth one is longer than the tail that bounded replay keeps."""
-    return driving.prompt_of((23 * index + 5) % 90 + 160 * (index % 4 == 0), seed=index)
+    return driving.prompt_of(1 + (23 * index + 5) % 90 + 160 * (index % 4 == 0), seed=index)
 
 
 def run(engine: LLMEngine, cell: Cell) -> dict[str, driving.Facts]:
