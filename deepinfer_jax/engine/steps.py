@@ -187,7 +187,7 @@ def _draw(
     num_kept = num_kept if masks is None else jnp.where(masks.late, 0, num_kept)
     state, newest = carried.state, drafting.settle(carried.newest, chunks, tokens, num_kept)
     told = [jnp.stack([num_kept, chunks.verified])]
-    if features is not None:
+    if features is not None and features.slots.shape[0]:  # else no row ran the last layers, and none draws
         state, newest, drafts = drafting.propose(
             params,
             state,

@@ -118,8 +118,10 @@ def forward(
 
 
 def _features(carry: Carry, rows: Rows) -> Features:
-    assert carry.features is not None
-    main_hidden = carry.features.reshape(carry.features.shape[0], -1)
+    features = carry.features
+    assert features is not None
+    num_rows, num_layers, width = features.shape
+    main_hidden = features.reshape(num_rows, num_layers * width)  # there may be no rows
     return Features(main_hidden=main_hidden, positions=rows.positions, slots=rows.slots)
 
 

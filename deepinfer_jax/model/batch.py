@@ -15,7 +15,7 @@ from deepinfer_jax.pytree import pytree_dataclass
 class ImageRows:
     """Rows of a step that take their embedding from encoded images (`model/vision.py`) and not from their token."""
 
-    features: Float[Array, "F D"]  # rows of spans, delimiters included; F is any size that steps share
+    features: Float[Array, "table D"]  # rows of spans, delimiters included; a size that steps share
     index: Int[Array, " T"]  # row of `features` for each row of the step, -1 for a text row
 
 
@@ -88,7 +88,7 @@ def make_batch(
     )
 
 
-def with_images(batch: StepBatch, spans: Sequence[Float[Array, "..."]], first_rows: Sequence[int]) -> StepBatch:
+def with_images(batch: StepBatch, spans: Sequence[Float[Array, "_ D"]], first_rows: Sequence[int]) -> StepBatch:
     """The batch with encoded images in it: `spans[i]`, without padding, begins at the row `first_rows[i]` of the step.
 
     Tokens of these rows count for nothing; by convention they are the model's image token.

@@ -42,7 +42,7 @@ MapTiles = Callable[..., Any]
 class ImageOutput:
     """What the encoder makes of one image."""
 
-    span: Float[Array, "F D"]  # F = max_image_tokens embeddings, delimiters included; zeros behind the span's end
+    span: Float[Array, "span D"]  # max_image_tokens embeddings, delimiters included; zeros behind the span's end
     stages: dict[str, Array]  # the stages that `capture` asked for; patches lead, or tokens ("aligner.out")
 
 
@@ -50,15 +50,14 @@ class ImageOutput:
 class Places:
     """Where the patches of an image stand."""
 
-    grid: Int[Array, " two"]
     num_patches: Int[Array, ""]
-    cos: Float32[Array, "T F"]
-    sin: Float32[Array, "T F"]
+    cos: Float32[Array, "patches pairs"]
+    sin: Float32[Array, "patches pairs"]
 
 
 def encode_image(
     params: VisionParams,
-    patches: Float[Array, "T M"],
+    patches: Float[Array, "patches pixels"],
     grid: Int[Array, " two"],
     *,
     config: RuntimeConfig,
@@ -66,9 +65,9 @@ def encode_image(
 ) -> ImageOutput:
     """The span of one image, in the dtype of activations.
 
-    patches: the grid's patch rows * patch columns in reading order, then padding of any value; M = 3 * patch_size^2,
-    channel by channel. grid: patch rows and columns; the image must be planned (`text/images.py`), so that its span has
-    at most max_image_tokens rows. capture: patterns of stage names ("vision.blocks.*.out", "aligner.out").
+    patches: the grid's patches in reading order, then padding of any value; 3 * patch_size^2 pixels each, channel by
+    channel. grid: patch rows and columns, as `text/images.py` plans them: the span has at most max_image_tokens rows.
+    capture: patterns of stage names ("vision.blocks.*.out", "aligner.out").
     Raises ValueError for patterns that match no stage.
     """
     stages = Stages(capture, {})
@@ -91,7 +90,7 @@ def encode_image(
     return ImageOutput(span=_make_span(params, aligned, grid, config=config), stages=stages.finish())
 
 
-def pixel_values(codes: UInt8[Array, "T M"]) -> Float32[Array, "T M"]:
+def pixel_values(codes: UInt8[Array, "patches pixels"]) -> Float32[Array, "patches pixels"]:
     """The encoder's input from 8-bit channels: (code / 255 - 0.5) / 0.5.
 
     Looked up: a compiler would turn the divisions into products with rounded reciprocals.
@@ -112,18 +111,18 @@ def _places(grid: Int[Array, " two"], num_patches: Int[Array, ""], num_rows: int
     rows, columns = grids.patch_places(grid, num_patches=num_rows)
     freqs = frequencies(vision.hidden_size // vision.num_attention_heads // 2, vision.rope_theta, None)
     cos, sin = angles_2d(rows, columns, freqs)
-    return Places(grid=grid, num_patches=num_patches, cos=cos, sin=sin)
+    return Places(num_patches=num_patches, cos=cos, sin=sin)
 
 
 def _run_blocks(
     blocks: VisionBlocks,
-    x: Float[Array, "T W"],
+    x: Float[Array, "patches width"],
     places: Places,
     tiles: MapTiles,
     *,
     config: RuntimeConfig,
     stages: Stages,
-) -> Float[Array, "T W"]:
+) -> Float[Array, "patches width"]:
     """All blocks: one compiled body, or one for each block where stages are captured. Both give the same bits."""
 
     def body(x: Array, own: VisionBlocks) -> tuple[Array, None]:
@@ -137,8 +136,8 @@ def _run_blocks(
 
 
 def block(
-    own: VisionBlocks, x: Float[Array, "T W"], places: Places, tiles: MapTiles, *, config: RuntimeConfig
-) -> Float[Array, "T W"]:
+    own: VisionBlocks, x: Float[Array, "patches width"], places: Places, tiles: MapTiles, *, config: RuntimeConfig
+) -> Float[Array, "patches width"]:
     """One block of the tower (spec: vision 5)."""
     heads = config.model.vision.num_attention_heads
 
@@ -148,8 +147,8 @@ def block(
         return rotate_halves(q, cos, sin), rotate_halves(k, cos, sin), v
 
     def finish(x: Array, attended: Array) -> Array:
-        x = round_to(x + affine(attended.reshape(x.shape), own.wo.weight, own.wo.bias), x.dtype)
-        return round_to(x + gated_mlp(own, rms_norm(x, own.norm2, eps=NORM_EPS)), x.dtype)
+        x = _add(x, affine(attended.reshape(x.shape), own.wo.weight, own.wo.bias))
+        return _add(x, gated_mlp(own, rms_norm(x, own.norm2, eps=NORM_EPS)))
 
     q, k, v = tiles(project, x, places.cos, places.sin, num_live=places.num_patches)
     keys, values = key_blocks(k), key_blocks(v)
@@ -163,7 +162,11 @@ def block(
     return tiles(finish, x, attended, num_live=places.num_patches)
 
 
-def gated_mlp(own: VisionBlocks, y: Float[Array, "T W"]) -> Float[Array, "T W"]:
+def _add(x: Float[Array, "patches width"], out: Float[Array, "patches width"]) -> Float[Array, "patches width"]:
+    return round_to(x.astype(jnp.float32) + out.astype(jnp.float32), x.dtype)
+
+
+def gated_mlp(own: VisionBlocks, y: Float[Array, "patches width"]) -> Float[Array, "patches width"]:
     """w2 (silu(g) * u) with [g; u] = w1 y; silu(g) is rounded before the product, and so is the product."""
     gate, up = jnp.split(linear(y, own.w1), 2, axis=1)
     gate = round_to(jax.nn.silu(gate.astype(jnp.float32)), y.dtype)
@@ -171,9 +174,14 @@ def gated_mlp(own: VisionBlocks, y: Float[Array, "T W"]) -> Float[Array, "T W"]:
 
 
 def align(
-    params: AlignerParams, x: Float[Array, "T W"], grid: Int[Array, " two"], tiles: MapTiles, *, config: RuntimeConfig
-) -> Float[Array, "F D"]:
-    """One embedding for each square of patches, in reading order; F = max_image_tokens rows.
+    params: AlignerParams,
+    x: Float[Array, "patches width"],
+    grid: Int[Array, " two"],
+    tiles: MapTiles,
+    *,
+    config: RuntimeConfig,
+) -> Float[Array, "span D"]:
+    """One embedding for each square of patches, in reading order; max_image_tokens rows.
 
     The features of a square are ordered by channel, then row, then column; patches over the edge count as zeros.
     """
@@ -192,8 +200,8 @@ def align(
 
 
 def _make_span(
-    params: VisionParams, aligned: Float[Array, "F D"], grid: Int[Array, " two"], *, config: RuntimeConfig
-) -> Float[Array, "F D"]:
+    params: VisionParams, aligned: Float[Array, "span D"], grid: Int[Array, " two"], *, config: RuntimeConfig
+) -> Float[Array, "span D"]:
     """Image embeddings between their delimiters, zeros behind the end (spec: vision 4)."""
     role, token = grids.span_roles(grid, num_rows=aligned.shape[0], factor=config.model.vision.downsample_ratio)
     marks = jnp.stack([params.image_start, params.image_newline, params.image_end, jnp.zeros_like(params.image_end)])

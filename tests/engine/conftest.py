@@ -6,12 +6,19 @@ import pytest
 
 from deepinfer_jax import LLM
 from deepinfer_jax.testing import tiny
+from deepinfer_jax.testing.agreeing import write_agreeing_model
 from tests.engine import driving
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.tiny_byte_model(tmp_path_factory.mktemp("tiny"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def agreeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose drafts are kept in part."""
+    return write_agreeing_model(tmp_path_factory.mktemp("agreeing"), seed=1)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,7 +11,6 @@ from deepinfer_jax import SamplingParams
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.snapshot import RequestSnapshot
 from deepinfer_jax.testing import tiny
-from deepinfer_jax.testing.agreeing import write_agreeing_model
 from tests.engine import driving
 
 PROMPT_LEN, NUM_TOKENS, DRAFTS = 150, 30, 5
@@ -21,13 +19,8 @@ PARAMS = SamplingParams(temperature=1.0, seq_seed=5, max_tokens=NUM_TOKENS, igno
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_agreeing_model(tmp_path_factory.mktemp("agreeing"), seed=1)
-
-
-@pytest.fixture(scope="module")
-def engine(model) -> LLMEngine:
-    return tiny.tiny_engine(model, SYNC, num_draft_tokens=DRAFTS)
+def engine(agreeing_model) -> LLMEngine:
+    return tiny.tiny_engine(agreeing_model, SYNC, num_draft_tokens=DRAFTS)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +98,8 @@ def test_rings_and_caches_are_those_of_plain_decoding(engine, answer, accepted):
         np.testing.assert_array_equal(got[name], leaf, err_msg=name)
 
 
-def test_without_drafts_the_backbone_leaves_the_same(model, engine, answer):
-    plain = tiny.tiny_engine(model, SYNC)
+def test_without_drafts_the_backbone_leaves_the_same(agreeing_model, engine, answer):
+    plain = tiny.tiny_engine(agreeing_model, SYNC)
     driving.add(plain, "one", driving.prompt_of(PROMPT_LEN), PARAMS)
     known = 0
     while known < 1 + 6:
@@ -118,15 +111,15 @@ def test_without_drafts_the_backbone_leaves_the_same(model, engine, answer):
         np.testing.assert_array_equal(leaf, want[name], err_msg=name)
 
 
-def test_a_saved_request_goes_on_elsewhere(model, engine, answer):
+def test_a_saved_request_goes_on_elsewhere(agreeing_model, engine, answer):
     saved = run_steps(engine, answer, [1, 3])
-    other = tiny.tiny_engine(model, SYNC, num_draft_tokens=DRAFTS)
+    other = tiny.tiny_engine(agreeing_model, SYNC, num_draft_tokens=DRAFTS)
     other.restore_request(saved, "again")
     found = driving.facts(driving.drain(other))["again"]
     assert [token for token, _ in found] == answer[1 + 2 + 4 :]
 
 
-def test_an_engine_without_drafts_refuses_its_state(model, engine, answer):
+def test_an_engine_without_drafts_refuses_its_state(agreeing_model, engine, answer):
     saved = run_steps(engine, answer, [0])
     with pytest.raises(ValueError, match="the same weights"):
-        tiny.tiny_engine(model).restore_request(saved, "again")
+        tiny.tiny_engine(agreeing_model).restore_request(saved, "again")

@@ -97,21 +97,25 @@ def random_patches(seed: int, num_patches: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((num_patches, 48)).astype(np.float32)
 
 
-IMAGES = {"one": (1, 1), "small": (5, 7), "two_key_blocks": (26, 22), "column": (40, 1)}
-
-
-@pytest.mark.parametrize("numerics", ["q", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("numerics", ["fp32", pytest.param("q", marks=pytest.mark.slow)])
 def test_bits_depend_on_the_image_alone(numerics: str):
     """Not on the room behind its patches, not on what stands there, not on the images encoded before."""
     params, config = larger(numerics)
     encode = compiled_encode(config)
     assert KEY_BLOCK < 26 * 22
-    for number, (rows, columns) in enumerate(IMAGES.values()):
-        own, grid = random_patches(number, rows * columns), jnp.asarray([rows, columns], jnp.int32)
+    images = {
+        "one": ((1, 1), 1),
+        "small": ((5, 7), 35),
+        "two_key_blocks": ((26, 22), 2 * ROOM),
+        "column": ((40, 1), ROOM),
+    }
+    for number, (shape, other_room) in enumerate(images.values()):
+        grid, num_patches = jnp.asarray(shape, jnp.int32), shape[0] * shape[1]
+        own = random_patches(number, num_patches)
         spans = []
-        for room, filler in ((ROOM, 0.0), (ROOM, np.nan), (2 * ROOM, 3.0)):
+        for room, filler in ((ROOM, 0.0), (ROOM, np.nan), (other_room, 3.0)):
             padded = np.full((room, 48), filler, np.float32)
-            padded[: len(own)] = own
+            padded[:num_patches] = own
             spans.append(encode(params.vision, jnp.asarray(padded), grid).span)
         assert np.isfinite(np.asarray(spans[0], np.float32)).all()
         compare.assert_bitwise(spans[1], spans[0])
@@ -129,7 +133,7 @@ def test_captured_stages_change_no_bit(params: Params):
 
 def test_each_patch_reaches_every_token():
     """Attention is over the whole image, and positions tell patches apart: two exchanged patches change all tokens."""
-    params, config = larger("q")
+    params, config = larger("fp32")
     patches, grid = random_patches(8, ROOM), jnp.asarray([6, 6], jnp.int32)
     span = compiled_encode(config)(params.vision, jnp.asarray(patches), grid).span
     patches[[0, 35]] = patches[[35, 0]]

@@ -14,7 +14,7 @@ from deepinfer_jax.checkpoint.load import load_params
 from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.backbone import StepOutput, embed_tokens, forward
-from deepinfer_jax.model.batch import StepBatch, make_batch, with_images
+from deepinfer_jax.model.batch import StepBatch, make_batch, pad_rows, with_images
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
@@ -329,7 +329,7 @@ def test_spans_must_have_rows_of_their_own():
             with_images(batch, [span] * len(firsts), firsts)
     with pytest.raises(ValueError, match="2 spans and 1 first rows"):
         with_images(batch, [span, span], [0])
-    placed = with_images(batch, [span, span + 1], [5, 0]).images
+    placed = pad_rows(with_images(batch, [span, span + 1], [5, 0]), multiple=5).images
     assert placed is not None
-    np.testing.assert_array_equal(placed.index, [3, 4, 5, -1, -1, 0, 1, 2])
+    np.testing.assert_array_equal(placed.index, [3, 4, 5, -1, -1, 0, 1, 2, -1, -1])
     np.testing.assert_array_equal(placed.features[:, 0], [0, 0, 0, 1, 1, 1])

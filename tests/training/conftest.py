@@ -1,11 +1,8 @@
 """A small shape in which every mechanism is alive, its masters, and a small corpus."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,8 +14,6 @@ from deepinfer_jax.training.data import TrainingData, encode_corpus
 from deepinfer_jax.training.init import initial_fixed, initial_masters
 from deepinfer_jax.training.weights import Fixed, Masters
 
-# Half the compile time; these programs run for milliseconds.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 SEQ_LEN = 32  # four windows, and more entries than an indexer takes
 VOCAB_SIZE = 320
 PACKAGE = Path(__file__).parents[2] / "deepinfer_jax"
@@ -94,9 +89,3 @@ def start(shape: ModelConfig, compressed: np.ndarray) -> tuple[Masters, Fixed]:
 @pytest.fixture(scope="session")
 def tokens(shape: ModelConfig) -> np.ndarray:
     return np.random.default_rng(5).integers(3, shape.vocab_size, (3, SEQ_LEN)).astype(np.int32)
-
-
-@pytest.fixture(scope="session")
-def quick_jit() -> Callable[..., Callable]:
-    """`jax.jit` for programs whose compile time is all that counts."""
-    return functools.partial(jax.jit, compiler_options=QUICK_COMPILE)

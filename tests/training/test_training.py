@@ -41,8 +41,8 @@ def plan(shape) -> runs.Plan:
 
 
 @pytest.fixture(scope="module")
-def step(plan, quick_jit):
-    return quick_jit(functools.partial(runs.backbone_step, plan=plan))
+def step(plan):
+    return jax.jit(functools.partial(runs.backbone_step, plan=plan))
 
 
 def run(plan, step, source, compressed, directory: Path, *, num_steps: int = 6) -> tuple[runs.TrainState, list]:
@@ -113,7 +113,7 @@ def test_the_run_ends_when_time_is_up(plan, step, source, compressed, tmp_path):
     assert int(state.step) == 1  # a call makes one step at least
 
 
-def test_the_export_is_what_was_trained(trained, plan, source, tokens, quick_jit, tmp_path):
+def test_the_export_is_what_was_trained(trained, plan, source, tokens, tmp_path):
     """The loaded checkpoint, served with quantised caches, gives the logits of the quantised training forward."""
     state, model = trained[0], plan.config.model
     export.export_backbone(state.masters, state.fixed, model, source, tmp_path / "model")
@@ -125,10 +125,10 @@ def test_the_export_is_what_was_trained(trained, plan, source, tokens, quick_jit
         own = training_params(masters, state.fixed, model, strength=full)
         return run_sequences(own, tokens, config=plan.config, strength=full).logits
 
-    want = quick_jit(as_trained)(state.masters, jnp.asarray(tokens))
+    want = jax.jit(as_trained)(state.masters, jnp.asarray(tokens))
     config = RuntimeConfig(model=model, numerics="fp32")
     batch = make_batch(tokens.tolist(), [0] * 3, [0, 1, 2], np.arange(3)[:, None], logits="all")
-    serve = quick_jit(functools.partial(forward, config=config))
+    serve = jax.jit(functools.partial(forward, config=config))
     got, _ = serve(params, init_state(config, num_slots=3, num_pages=3), batch)
     compare.assert_close(got.logits.reshape(want.shape), want, rel_l2=QUANTISED_REL_L2)
 
@@ -142,11 +142,11 @@ def test_a_broken_loss_is_named(plan, source, compressed, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_drafter_learns_and_is_measured(trained, plan, source, quick_jit, tmp_path):
+def test_the_drafter_learns_and_is_measured(trained, plan, source, tmp_path):
     model = plan.config.model
     backbone = packed_params(trained[0].masters, trained[0].fixed, model)
     frozen = plain_params(backbone, model, dtype=jnp.float32)
-    step = quick_jit(functools.partial(runs.draft_step, frozen=frozen, plan=plan))
+    step = jax.jit(functools.partial(runs.draft_step, frozen=frozen, plan=plan))
     state, losses = runs.first_state(plan, None), []
     for number in range(6):
         batch = runs.batch_of_step(source, plan, number), runs.anchors_of_step(plan, number)
@@ -157,8 +157,8 @@ def test_the_drafter_learns_and_is_measured(trained, plan, source, quick_jit, tm
     records, report = runs.acceptance_report(
         source,
         plan,
-        quick_jit(lambda rows: acceptance.continue_greedily(frozen, rows, 8, config=plan.config)),
-        quick_jit(lambda texts, at: acceptance.record_acceptance(params, texts, at, config=plan.config)),
+        jax.jit(lambda rows: acceptance.continue_greedily(frozen, rows, 8, config=plan.config)),
+        jax.jit(lambda texts, at: acceptance.record_acceptance(params, texts, at, config=plan.config)),
         prompt_len=8,
         max_repeated=1.0,
     )

@@ -16,6 +16,7 @@ import numpy as np
 from deepinfer_jax.sampling.grammar.errors import GrammarError
 
 _SLOW_S = 0.02  # a job that runs longer than this is slow
+_ADVICE = "make the grammar less ambiguous, or raise DEEPINFER_XGRAMMAR_TIMEOUT"
 
 
 @runtime_checkable
@@ -143,6 +144,3 @@ class MaskJobs:
             with self._lock:
                 if self._begun_at.pop(job, None) is None:
                     return  # another thread has the place of this one
-
-
-_ADVICE = "make the grammar less ambiguous, or raise DEEPINFER_XGRAMMAR_TIMEOUT"
