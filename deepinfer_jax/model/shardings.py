@@ -22,6 +22,7 @@ _STATE_AXES: dict[str, tuple[str, ...]] = {
     "index_k": _PAGED,
     "tails": ("source", "slot", "tail", "latent"),
     "history": ("slot", "history"),
+    "draft": ("layer", "slot", "ring", "latent"),
 }
 
 
@@ -40,20 +41,30 @@ def part_sharding(
 
 
 def param_shardings(
-    config: ModelConfig, mesh: AnyMesh | None, rules: Rules | None = None, *, with_vision: bool = False
+    config: ModelConfig,
+    mesh: AnyMesh | None,
+    rules: Rules | None = None,
+    *,
+    with_draft: bool = False,
+    with_vision: bool = False,
 ) -> Params:
     """A tree of shardings in place of the arrays of `Params`."""
 
     def make(spec: LeafSpec) -> Callable[[str, tuple[int, ...], np.dtype], Sharding]:
         return lambda part, shape, _: part_sharding(spec, part, shape, mesh, rules)
 
-    wanted = wanted_schema(config, with_draft=False, with_vision=with_vision)
+    wanted = wanted_schema(config, with_draft=with_draft, with_vision=with_vision)
     placed = (placed_spec(spec, mesh, rules) for spec in wanted)
     return build_params({spec.path: spec.leaf(make(spec)) for spec in placed}, config)
 
 
 def placed_params(
-    config: ModelConfig, mesh: AnyMesh | None, rules: Rules | None = None, *, with_vision: bool = False
+    config: ModelConfig,
+    mesh: AnyMesh | None,
+    rules: Rules | None = None,
+    *,
+    with_draft: bool = False,
+    with_vision: bool = False,
 ) -> Params:
     """A tree of shape structs with the shardings and padded shapes that loading gives."""
 
@@ -62,7 +73,7 @@ def placed_params(
             shape, dtype, sharding=part_sharding(spec, part, shape, mesh, rules)
         )
 
-    wanted = wanted_schema(config, with_draft=False, with_vision=with_vision)
+    wanted = wanted_schema(config, with_draft=with_draft, with_vision=with_vision)
     placed = (placed_spec(spec, mesh, rules) for spec in wanted)
     return build_params({spec.path: spec.leaf(make(spec)) for spec in placed}, config)
 

@@ -86,7 +86,7 @@ def _in_window(num_blocks: int, window_size: int) -> Bool[Array, "M W W2"]:
     """Which keys of `_window_keys` each row of a block sees: `window_size` positions up to its own."""
     row = jnp.arange(window_size)[:, None]
     key = jnp.arange(2 * window_size)[None, :] - window_size
-    seen = (key <= row) & (key >= row - window_size)
+    seen = (key <= row) & (key > row - window_size)
     exists = (jnp.arange(num_blocks)[:, None, None] > 0) | (key >= 0)[None]
     return seen[None] & exists
 

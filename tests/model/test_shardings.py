@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from deepinfer_jax.config.released import load_config
 from deepinfer_jax.model.params import abstract_params, leaf_at, schema
 from deepinfer_jax.model.shardings import _STATE_AXES, param_shardings, placed_params, state_shardings
-from deepinfer_jax.model.state import State
+from deepinfer_jax.model.state import DraftState, State
 from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.parallel.mesh import CP, DP, make_mesh
 
@@ -70,6 +70,7 @@ def small_state(num_slots, num_pages):
         index_k=(pages, pages),
         tails=jnp.zeros((2, num_slots, 3, 4)),
         history=jnp.zeros((num_slots, 3), jnp.int32),
+        draft=DraftState(window=rows(2, num_slots, 5)),
     )
     return state
 
@@ -88,6 +89,7 @@ def test_slots_and_pages_lie_along_dp():
     assert shardings.main_kv[1].scale.spec == P(None, (DP,), None, None)
     assert shardings.tails.spec == P(None, (DP,), None, None)
     assert shardings.history.spec == P((DP,), None)
+    assert shardings.draft.window.scale.spec == P(None, (DP,), None, None)
     placed = jax.device_put(state, shardings)
     assert placed.index_k[0].payload.addressable_shards[0].data.shape[1] == 3
     single = jax.tree.leaves(state_shardings(state, None))
