@@ -18,7 +18,7 @@ from deepinfer_jax.config.runtime import NumericsName
 
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
 # Names in use: model, replay, kernels, engine, sampling, speculation, sharding, vision, transport, Ascend.
-LANDED: frozenset[str] = frozenset({"model", "replay", "engine", "sampling", "speculation"})
+LANDED: frozenset[str] = frozenset({"model", "replay", "engine", "sampling", "speculation", "vision"})
 
 PREFIX = "DEEPINFER_"
 PROCESS_ENVIRON: Mapping[str, str] = os.environ
@@ -199,9 +199,10 @@ _TABLE = (
     Variable("DEEPINFER_USE_MULTIMODAL_POOL", BOOL, False, "", "pinned image pool", kind="N"),
     Variable("DEEPINFER_MULTIMODAL_POOL_SIZE_GB", COUNT, 8, "",
              "size of the image pool per rank", field="multimodal_pool_gb", kind="N"),
-    Variable("DEEPINFER_MULTI_MODAL_BUFFER_SIZE", STEPS, 512, "vision", "image queue size"),
+    Variable("DEEPINFER_MULTI_MODAL_BUFFER_SIZE", STEPS, 512, "vision",
+             "encoded images that the device keeps, if 256 MiB hold as many"),
     Variable("DEEPINFER_MULTI_MODAL_WORKER_TIMEOUT", forms.SECONDS, 1800.0, "vision",
-             "seconds before an image worker counts as hung", field="image_worker_timeout_s"),
+             "seconds before an image that is being decoded counts as hung", field="image_worker_timeout_s"),
     Variable("DEEPINFER_HF_MODEL_DIR", TEXT, None, "model",
              "checkpoint to use when no model is given", field="model"),
     Variable("DEEPINFER_CPP_LOG_LEVEL", TEXT, None, "", "C++ log level", kind="N"),

@@ -1,4 +1,4 @@
-"""Where files live that belong to no checkpoint: shipped configs, and the user's cache folder."""
+"""Where files live that nobody named: shipped configs and models, and the user's cache folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +12,11 @@ def shipped_config(name: str) -> Path:
     """A file of `configs/`, such as "model/tiny.json": beside the package if installed, else in the repository."""
     installed = _PACKAGE / "configs" / name
     return installed if installed.exists() else _PACKAGE.parent / "configs" / name
+
+
+def shipped_model(name: str) -> Path:
+    """A directory of the package's own `models/`, in the released format, such as "tiny-code"."""
+    return _PACKAGE / "models" / name
 
 
 def cache_folder(environ: Mapping[str, str] = PROCESS_ENVIRON) -> Path:

@@ -102,6 +102,8 @@ class EngineConfig:
     grammar_cache_bytes: int
     so_builder_cpus: int
     grammar_whitespace: int  # characters
+    multi_modal_buffer_size: int  # encoded images
+    image_worker_timeout_s: float
     # (variable, value) of those variables that have no field of their own yet.
     others: tuple[tuple[str, Value], ...]
     # (field or variable, source) in the order of `describe`.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 TILE = 8  # sizes are multiples of it
 PREFILL_REQUESTS = 8  # prompts in one prefill step, where that is a size of its own
@@ -21,12 +22,15 @@ class StepShape:
     num_pages: int  # columns of the page table
     num_chunks: int  # requests that have rows
     num_tail: int | None = None  # room for the rows that run the decoder layers under compact replay; None: all rows
+    has_images: bool = False  # whether rows may be those of images
 
     @property
     def name(self) -> str:
         """The shape in one word, for statistics."""
         tail = "" if self.num_tail is None else f"-tail{self.num_tail}"
-        return f"rows{self.num_rows}-logits{self.num_logits}-pages{self.num_pages}-requests{self.num_chunks}{tail}"
+        images = "-images" if self.has_images else ""
+        sizes = f"rows{self.num_rows}-logits{self.num_logits}-pages{self.num_pages}-requests{self.num_chunks}"
+        return f"{sizes}{tail}{images}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,7 @@ class Buckets:
         is_prefill: bool,
         num_logits: int = 0,
         num_tail_rows: int | None = None,
+        has_images: bool = False,
     ) -> StepShape:
         """The smallest step with room for these rows, requests, logit rows and pages, and for the tail if not all."""
         if is_prefill:
@@ -78,25 +83,33 @@ class Buckets:
             tail = _smallest(self._tails(rows), num_tail_rows)
             tail = None if tail == rows and not self.skips_padding else tail
         logits = self._logits_of(rows, is_prefill=is_prefill)
-        return StepShape(rows, logits if num_logits <= logits else rows, pages, chunks, tail)
+        return StepShape(rows, logits if num_logits <= logits else rows, pages, chunks, tail, has_images)
 
     def computed_rows(self, shape: StepShape, num_rows: int) -> int:
         """Rows that a step computes for so many live ones."""
         return _round_up(num_rows, TILE) if self.skips_padding else shape.num_rows
 
     def all_shapes(self, *, is_compact: bool) -> list[StepShape]:
-        """Every step that can occur, the most frequent first."""
+        """Every step of text that can occur, the most frequent first."""
         shapes: dict[StepShape, None] = {}
         for pages in self.pages:
             for chunks, rows in self.decode:
                 shapes[StepShape(rows, self._logits_of(rows, is_prefill=False), pages, chunks)] = None
-            for rows in self.prefill_rows:
-                logits, chunks = self._logits_of(rows, is_prefill=True), self.prefill_requests
-                shapes[StepShape(rows, logits, pages, chunks)] = None
-                for tail in self._tails(rows) if is_compact else ():
-                    if tail < rows or self.skips_padding:
-                        shapes[StepShape(rows, logits, pages, chunks, tail)] = None
+            shapes |= dict.fromkeys(self._prefill_shapes(pages, is_compact=is_compact))
         return list(shapes)
+
+    def image_shapes(self, *, is_compact: bool) -> list[StepShape]:
+        """Every step with images that can occur: image rows are those of prompts."""
+        shapes = (shape for pages in self.pages for shape in self._prefill_shapes(pages, is_compact=is_compact))
+        return [dataclasses.replace(shape, has_images=True) for shape in shapes]
+
+    def _prefill_shapes(self, pages: int, *, is_compact: bool) -> Iterator[StepShape]:
+        for rows in self.prefill_rows:
+            logits, chunks = self._logits_of(rows, is_prefill=True), self.prefill_requests
+            yield StepShape(rows, logits, pages, chunks)
+            for tail in self._tails(rows) if is_compact else ():
+                if tail < rows or self.skips_padding:
+                    yield StepShape(rows, logits, pages, chunks, tail)
 
     def _logits_of(self, rows: int, *, is_prefill: bool) -> int:
         if self.skips_padding:

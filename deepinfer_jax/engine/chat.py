@@ -26,7 +26,7 @@ class StreamsTokens(Protocol):
         """The tokenizer of the model."""
         ...
 
-    def stream(self, *, sampling_params: Any, prompt_token_ids: Any) -> Any:
+    def stream(self, *, sampling_params: Any, prompt_token_ids: Any, multi_modal_data: Any) -> Any:
         """(place of the prompt, output) as they come; the arguments are checked before anything is queued."""
         ...
 
@@ -38,7 +38,7 @@ class ChatCompletion:
     message: ParsedMessage
     outputs: list[RequestOutput]  # its tokens, as `generate` gives them with decode_sequence=False
     finish_reason: str  # as in the last output, but "tool_calls" where the model ended its turn with calls
-    prompt_len: int  # tokens
+    prompt_len: int  # tokens, those of images included
 
 
 # Building one reads the tokenizer file.
@@ -59,7 +59,9 @@ def chat(
 ) -> list[ChatCompletion]:
     """One completion for each conversation, in order.
 
-    messages: a conversation, which is a list of Chat Completions messages, or a list of conversations.
+    messages: a conversation, which is a list of Chat Completions messages, or a list of conversations. Images are
+        parts {"type": "image_url", "image_url": {"url": source}}: a data URL, and beyond Chat Completions a Pillow
+        image, an array, bytes, or a `pathlib.Path`.
     sampling_params: one for all conversations, or one for each; None is `SamplingParams()`.
     thinking: whether the model reasons before it answers. effort: how much, "low", "high" (as None), "xhigh", "max",
         or a number 1..100.
@@ -85,7 +87,6 @@ def chat(
             )
         except ValueError as error:
             raise ValueError(f"conversation {index}: {error}") from error
-        _refuse_images(index, prompt)
         prompts.append(prompt)
     params = _given_params(sampling_params, [_format_args(encoder, prompt) for prompt in prompts])
     results = _run(llm, prompts, params, use_tqdm=use_tqdm)
@@ -96,7 +97,11 @@ def _run(
     llm: StreamsTokens, prompts: Sequence[ChatPrompt], params: Any, *, use_tqdm: bool
 ) -> list[list[RequestOutput]]:
     results: list[list[RequestOutput]] = [[] for _ in prompts]
-    stream = llm.stream(sampling_params=params, prompt_token_ids=[prompt.token_ids for prompt in prompts])
+    stream = llm.stream(
+        sampling_params=params,
+        prompt_token_ids=[prompt.token_ids for prompt in prompts],
+        multi_modal_data=[{"images": prompt.images} for prompt in prompts],
+    )
     bar = tqdm(total=len(prompts), desc="chatting", unit="answer", disable=None if use_tqdm else True)
     # Closed at once, also by an interrupt: that takes unfinished requests out of the engine.
     with contextlib.closing(cast(Generator[tuple[int, RequestOutput]], stream)) as outputs, bar:
@@ -120,7 +125,7 @@ def _completion(encoder: ChatEncoder, prompt: ChatPrompt, outputs: list[RequestO
     if finish_reason == "stop" and message.is_complete and message.tool_calls:
         finish_reason = "tool_calls"
     return ChatCompletion(
-        message=message, outputs=outputs, finish_reason=finish_reason, prompt_len=len(prompt.token_ids)
+        message=message, outputs=outputs, finish_reason=finish_reason, prompt_len=outputs[-1].prompt_len
     )
 
 
@@ -152,14 +157,6 @@ def _encoder_of(llm: StreamsTokens) -> ChatEncoder:
     if llm not in _encoders:
         _encoders[llm] = load_chat_encoder(llm.get_tokenizer())
     return _encoders[llm]
-
-
-def _refuse_images(index: int, prompt: ChatPrompt) -> None:
-    if prompt.num_images:
-        raise NotImplementedError(
-            f"conversation {index} has images, which need vision, and that has not landed in this version; "
-            "leave them out"
-        )
 
 
 def _format_args(encoder: ChatEncoder, prompt: ChatPrompt) -> dict[str, Any] | None:

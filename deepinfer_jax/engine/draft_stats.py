@@ -21,6 +21,8 @@ from jaxtyping import Float64, Int64
 from deepinfer_jax.sampling.calibration import expected_calibration_error, survival_of
 
 RECORDS = 10_000  # rounds kept with their confidences
+# Raw confidences, verified and accepted drafts of each round.
+type DraftRecords = tuple[Float64[np.ndarray, "N G"], Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]
 
 
 class DraftStats:
@@ -33,11 +35,12 @@ class DraftStats:
         """A round; confidence: raw, of all drafts that were proposed."""
         self._records.append((confidence, verified, accepted))
 
-    def records(self) -> tuple[Float64[np.ndarray, "N G"], Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
+    def records(self) -> DraftRecords:
         """Raw confidences, verified and accepted drafts of the last rounds, for `sampling/calibration.py`."""
-        confidence = np.array([z for z, _, _ in self._records], np.float64)
-        counts = np.array([(verified, accepted) for _, verified, accepted in self._records], np.int64).reshape(-1, 2)
-        return confidence.reshape(len(counts), -1), counts[:, 0], counts[:, 1]
+        if not self._records:
+            return np.zeros((0, 0)), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        confidence, verified, accepted = zip(*self._records, strict=True)
+        return np.array(confidence, np.float64), np.array(verified, np.int64), np.array(accepted, np.int64)
 
     def report(self, rounds: Mapping[tuple[int, int], int]) -> dict[str, Any]:
         """The fields of the table above; rounds: (verified, accepted) -> how many."""

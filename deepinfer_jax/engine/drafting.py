@@ -220,5 +220,5 @@ def _noise(
     fields: dict[str, Array], positions: Int32[Array, " C"], speculation: Speculation
 ) -> tuple[UInt32[Array, " C"], UInt32[Array, " C"]]:
     """The seeds of a round's drafts, the first of which is for these positions: the request's own under match."""
-    seeds = [lax.bitcast_convert_type(fields[name], jnp.uint32) for name in ("seed_lo", "seed_hi")]
-    return (seeds[0], seeds[1]) if speculation.rule == "match" else verify.round_seeds(*seeds, positions)
+    low, high = (lax.bitcast_convert_type(fields[name], jnp.uint32) for name in ("seed_lo", "seed_hi"))
+    return (low, high) if speculation.rule == "match" else verify.round_seeds(low, high, positions)

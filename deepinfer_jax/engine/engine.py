@@ -15,6 +15,8 @@ from deepinfer_jax.config.args import EngineArgs, EngineConfig, resolve
 from deepinfer_jax.engine import intake, snapshot
 from deepinfer_jax.engine.answers import Answers, EngineHooks
 from deepinfer_jax.engine.constraints import GRAMMAR_FAILED, Constraints, PendingGrammars
+from deepinfer_jax.engine.draft_stats import DraftRecords
+from deepinfer_jax.engine.intake import make_intake
 from deepinfer_jax.engine.masking import make_mask_maker
 from deepinfer_jax.engine.outputs import RequestOutput
 from deepinfer_jax.engine.pipeline import Pipeline
@@ -23,7 +25,7 @@ from deepinfer_jax.engine.setup import load_engine_model, sample_settings
 from deepinfer_jax.engine.sizes import engine_sizes
 from deepinfer_jax.engine.stats import EngineStats, scheduler_gauges
 from deepinfer_jax.engine.stepping import StepLoop
-from deepinfer_jax.engine.warmup import check_policy, warm_up
+from deepinfer_jax.engine.warmup import ImageSteps, check_policy, warm_up
 from deepinfer_jax.sampling.constraints import DrawState
 from deepinfer_jax.sampling.grammar import GrammarError, GrammarTicket
 from deepinfer_jax.sampling.params import SamplingParams, derived_seed, request_seed
@@ -80,6 +82,7 @@ class LLMEngine:
             hooks,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        self.intake = make_intake(config, loaded, self.sizes)
         self._constraints = Constraints(config, self.model, self.tokenizer)
         self._pending = PendingGrammars(self._constraints)
         self._loop = StepLoop(
@@ -92,6 +95,7 @@ class LLMEngine:
         )
         self._num_requests = self._num_steps = 0
         self._is_closed = False
+        self._image_steps = ImageSteps(config, loaded.speculation, self.pipeline, self._stats)
         warm_up(config, loaded, self.sizes, self.pipeline, self.scheduler, self._stats)
 
     @classmethod
@@ -114,14 +118,15 @@ class LLMEngine:
         """Takes in a request; its outputs come from `step()`.
 
         user_id, extra: kept in the sequence's options, for hooks. arrival_time: of `time.perf_counter()`; latencies
-        count from there. enqueue False: only checks and builds; `enqueue` queues it. chunk_checkpoints: positions at
-        which the prompt is cut, and its beginning kept for others. Raises ValueError or TypeError for bad input. A
-        prompt that can never fit ends at once with "prompt_length_exceeded".
+        count from there. enqueue False: only checks and builds; `enqueue` queues it. chunk_checkpoints: positions of
+        prompt_token_ids at which it is cut, and its beginning kept for others. multi_modal_data: {"images": [...]}, as
+        for `LLM.generate`. Raises ValueError or TypeError for bad input. A prompt that can never fit ends at once with
+        "prompt_length_exceeded".
         """
         if not isinstance(sampling_params, SamplingParams):
             sampling_params = SamplingParams.from_dict(sampling_params)
-        task = self.read_task(prompt_token_ids, sampling_params, multi_modal_data)
-        checkpoints = intake.read_checkpoints(chunk_checkpoints, len(task.prompt))
+        task = self.intake.read_request(prompt_token_ids, sampling_params, multi_modal_data)
+        checkpoints = self.intake.read_checkpoints(chunk_checkpoints, prompt_token_ids, task.images)
         sequence = self._build(request_id, task, None, checkpoints)
         sequence.options = dataclasses.replace(
             sequence.options, user_id=user_id, extra=extra, arrival_time=arrival_time
@@ -158,21 +163,10 @@ class LLMEngine:
         """Starts to compile a request's grammar, None for one without. Raises ValueError for bad so_args."""
         return self._constraints.compile(params)
 
-    def read_task(
-        self, prompt_token_ids: intake.TokenIds, params: SamplingParams, multi_modal_data: Any = None
-    ) -> intake.Task:
-        """Checked arguments of one request. Raises ValueError or TypeError."""
-        if params.n != 1:
-            raise ValueError(f"n={params.n}: an engine request has one answer; use LLM.generate, or fork_request")
-        return intake.read_request(
-            prompt_token_ids, params, multi_modal_data, model=self.model, has_replay=self.runtime.has_replay
-        )
-
     @property
     def max_prompt_len(self) -> int:
         """Tokens of the longest prompt that can run."""
-        sizes = self.sizes.scheduler
-        return min(self.max_model_len, sizes.num_pages * sizes.page_tokens, self.config.ignore_len)
+        return self.intake.max_len
 
     def enqueue(self, sequence: scheduling.Sequence) -> None:
         """Queues a request that `add_request` built, as soon as its grammar is ready."""
@@ -184,6 +178,7 @@ class LLMEngine:
         self._require_new(sequence.request_id)
         params: SamplingParams = sequence.options.params
         ticket = ticket or self._constraints.compile(params)
+        self._image_steps.expect(sequence)
         if ticket is None:
             state = self._constraints.build(params, sequence.prompt, None)
             sequence.options = dataclasses.replace(sequence.options, constraint=state)
@@ -228,9 +223,9 @@ class LLMEngine:
         if sampling_params is not None:
             if sampling_params.prompt_logprobs:
                 raise ValueError("prompt_logprobs=True is not for forks, whose prompt is known; leave it False")
-            task = self.read_task(parent.prompt, sampling_params)
-            options, limits = self._options_of(task), intake.limits_of(task.params)
-            constraint = self._constraint_behind(task.params, parent.prompt, parent.output[:num_kept])
+            params = self.intake.read_params(sampling_params)
+            options, limits = self._options_of(params), intake.limits_of(params)
+            constraint = self._constraint_behind(params, parent.prompt, parent.output[:num_kept])
         elif constraint is not None and num_kept <= len(parent.output):
             constraint = constraint.fork()
             constraint.rollback(len(parent.output) - num_kept)
@@ -258,6 +253,7 @@ class LLMEngine:
         sequence = snapshot.sequence_of(saved, request_id, intake.limits_of(saved.params))
         state = self._constraint_behind(saved.params, saved.prompt, saved.output)
         sequence.options = dataclasses.replace(sequence.options, constraint=state)
+        self._image_steps.expect(sequence)
         if saved.state is not None and self.scheduler.adopt(sequence, saved.num_written, state_end=saved.state_end):
             sequence.window_start = saved.window_start
             num_pages = self.sizes.scheduler.pages_of(saved.num_written)
@@ -320,12 +316,17 @@ class LLMEngine:
         self._require_open()
         return self._stats.report(self._gauges())
 
+    def draft_records(self) -> DraftRecords:
+        """Raw confidences, verified and accepted drafts of the last rounds, for calibration."""
+        return self._stats.drafts.records()
+
     def close(self) -> None:
         """Ends the profiler and frees the model and the caches; the engine cannot be used afterwards."""
         if not self._is_closed:
             self._is_closed = True
             self._profiler.close()
             self._constraints.close()
+            self.intake.close()
             self._loop.close()
             del self.pipeline, self.params, self._loop
 
@@ -350,8 +351,9 @@ class LLMEngine:
             prompt=task.prompt,
             limits=intake.limits_of(task.params),
             tail_start=tail_start,
-            options=self._options_of(task, index),
+            options=self._options_of(task.params, index),
             checkpoints=checkpoints,
+            images=task.images,
             scores_prompt=task.params.prompt_logprobs,
         )
 
@@ -378,10 +380,10 @@ class LLMEngine:
         except GrammarError as error:
             raise ValueError(f"the tokens so far do not fit so_args: {error}; change so_args or num_tokens") from error
 
-    def _options_of(self, task: intake.Task, index: int | None = None) -> RequestOptions:
+    def _options_of(self, params: SamplingParams, index: int | None = None) -> RequestOptions:
         if index is None:  # the next of this engine
             index, self._num_requests = self._num_requests, self._num_requests + 1
-        return RequestOptions(task.params, request_seed(task.params, self.config.seed, index, random))
+        return RequestOptions(params, request_seed(params, self.config.seed, index, random))
 
     def _housekeeping(self) -> None:
         if self._num_steps % self.config.gc_interval_step == 0:
@@ -392,7 +394,6 @@ class LLMEngine:
     def _gauges(self) -> dict[str, Any]:
         return {
             **scheduler_gauges(self.scheduler),
-            "encoder_rows": self.pipeline.num_encoder_rows,
-            "decoder_rows": self.pipeline.num_decoder_rows,
+            **self.pipeline.figures,
             **self._profiler.memory(),
         }

@@ -7,8 +7,20 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from deepinfer_jax.config.args import EngineConfig
 from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.engine.images import (
+    ImageReader,
+    count_images,
+    given_images,
+    moved_position,
+    place_images,
+)
+from deepinfer_jax.engine.setup import LoadedModel
+from deepinfer_jax.engine.sizes import EngineSizes
 from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams, check_vocabulary
+from deepinfer_jax.scheduler.images import ImageSpan
+from deepinfer_jax.scheduler.policy import SchedulerConfig
 from deepinfer_jax.scheduler.sequence import Limits
 from deepinfer_jax.text.tokenizer import Tokenizer
 
@@ -22,67 +34,116 @@ type ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
 class Task:
     """One prompt, ready to run."""
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # with the tokens of its images
     params: SamplingParams  # with the model's EOS as eos_id
+    images: tuple[ImageSpan, ...] = ()
 
 
-def read_tasks(
-    prompts: Prompts,
-    prompt_token_ids: TokenLists,
-    sampling_params: ParamsArgument,
-    multi_modal_data: Any,
-    *,
-    tokenizer: Tokenizer | None,
-    model: ModelConfig,
-    max_len: int,
-    has_replay: bool,
-) -> list[Task]:
-    """One task for each prompt, in order. Raises ValueError or TypeError, naming the prompt's index.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Intake:
+    """Checks what comes to one engine. Errors are ValueError or TypeError and name the prompt's index."""
 
-    max_len: tokens of the longest prompt that can ever run. has_replay: whether bounded replay is on.
-    """
-    _refuse_images(multi_modal_data)
-    given = _given_prompts(prompts, prompt_token_ids)
-    params = _given_params(sampling_params, len(given))
-    tasks: list[Task] = []
-    for index, (prompt, options) in enumerate(zip(given, params, strict=True)):
-        ids = _prompt_ids(prompt, index, tokenizer, model)
-        if len(ids) > max_len:
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    max_len: int  # tokens of the longest prompt that can ever run
+    has_replay: bool  # whether bounded replay is on
+    sizes: SchedulerConfig
+    images: ImageReader | None  # None: there are no weights for images
+
+    def read_tasks(
+        self,
+        prompts: Prompts,
+        prompt_token_ids: TokenLists,
+        sampling_params: ParamsArgument,
+        multi_modal_data: Any,
+    ) -> list[Task]:
+        """One task for each prompt, in order."""
+        given = _given_prompts(prompts, prompt_token_ids)
+        params = _given_params(sampling_params, len(given))
+        is_single = isinstance(prompts, str) and prompt_token_ids is None
+        data = given_images(multi_modal_data, len(given), is_single=is_single)
+        ids = [_prompt_ids(prompt, index, self.tokenizer, self.model) for index, prompt in enumerate(given)]
+        placed = self._with_images(ids, data)
+        tasks: list[Task] = []
+        for index, ((prompt, images), options) in enumerate(zip(placed, params, strict=True)):
+            if len(prompt) > self.max_len:
+                what = f" with its {len(images)} images" if images else ""
+                raise ValueError(
+                    f"prompt {index}{what} has {len(prompt)} tokens, more than the {self.max_len} that can run here "
+                    "(max_model_len, num_kv_tokens and ignore_len); shorten it or raise these"
+                )
+            ready = _ready_params(options, index, self.model, has_replay=self.has_replay)
+            tasks.append(Task(prompt, ready, images))
+        return tasks
+
+    def read_request(self, prompt_token_ids: TokenIds, params: SamplingParams, multi_modal_data: Any) -> Task:
+        """The task of a single request, which has one answer."""
+        if isinstance(prompt_token_ids, str):
+            raise TypeError("prompt_token_ids is a string; encode it, or use LLM.generate")
+        ids = _prompt_ids(prompt_token_ids, 0, None, self.model)
+        [(prompt, images)] = self._with_images([ids], [multi_modal_data])
+        return Task(prompt, self.read_params(params), images)
+
+    def read_params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters of a single request."""
+        if params.n != 1:
+            raise ValueError(f"n={params.n}: an engine request has one answer; use LLM.generate, or fork_request")
+        return _ready_params(params, 0, self.model, has_replay=self.has_replay)
+
+    def read_checkpoints(
+        self, positions: Iterable[int] | None, token_ids: TokenIds, images: Sequence[ImageSpan]
+    ) -> frozenset[int]:
+        """Where a prompt is to be cut. positions: in the prompt as it was given, an image being one token."""
+        checkpoints, prompt_len = frozenset(positions or ()), len(token_ids)
+        for position in checkpoints:
+            if isinstance(position, bool) or not isinstance(position, int) or not 0 < position <= prompt_len:
+                raise ValueError(
+                    f"chunk_checkpoints has {position!r}; give positions from 1 to {prompt_len}, the prompt"
+                )
+        ids, image_id = [int(token) for token in token_ids], self.model.image_token_id
+        return frozenset(moved_position(position, ids, images, image_id) for position in checkpoints)
+
+    def close(self) -> None:
+        """Lets the threads that decode images end."""
+        if self.images is not None:
+            self.images.close()
+
+    def _with_images(
+        self, prompts: Sequence[tuple[int, ...]], data: Sequence[Any]
+    ) -> list[tuple[tuple[int, ...], tuple[ImageSpan, ...]]]:
+        """The prompts with their images in them; whatever can be told without decoding is told first."""
+        image_id = self.model.image_token_id
+        for index, (prompt, entry) in enumerate(zip(prompts, data, strict=True)):
+            num_places, num_images = prompt.count(image_id), count_images(entry, index)
+            if num_places != num_images:
+                raise ValueError(
+                    f"prompt {index} has {num_places} image placeholders (token {image_id}) and {num_images} images; "
+                    "give one image for each placeholder in multi_modal_data"
+                )
+            if num_images and self.images is None:
+                raise ValueError(f"prompt {index} has images, and this model has no vision weights; leave them out")
+        if self.images is None:
+            return [(prompt, ()) for prompt in prompts]
+        found = self.images.read(data)
+        placed = [place_images(prompt, own, image_id) for prompt, own in zip(prompts, found, strict=True)]
+        for index, (_, images) in enumerate(placed):
+            self._check_budget(images, index)
+        return placed
+
+    def _check_budget(self, images: Sequence[ImageSpan], prompt: int) -> None:
+        """Raises ValueError for images that no step has room for."""
+        most = self.sizes.max_num_batched_tokens
+        for index, image in enumerate(images):
+            if image.length > most:
+                raise ValueError(
+                    f"image {index} of prompt {prompt} takes {image.length} tokens, and a step has {most} "
+                    "(max_num_batched_tokens); an image is never split: give a smaller one, or raise it"
+                )
+        if not self.sizes.is_chunked and len(images) > self.sizes.max_images:
             raise ValueError(
-                f"prompt {index} has {len(ids)} tokens, more than the {max_len} that can run here "
-                "(max_model_len, num_kv_tokens and ignore_len); shorten it or raise these"
+                f"prompt {prompt} has {len(images)} images, and a step takes {self.sizes.max_images} of them "
+                "(DEEPINFER_MULTI_MODAL_BUFFER_SIZE); raise it, or set chunked_prefill=True"
             )
-        tasks.append(Task(ids, _ready_params(options, index, model, has_replay=has_replay)))
-    return tasks
-
-
-def read_request(
-    prompt_token_ids: TokenIds,
-    params: SamplingParams,
-    multi_modal_data: Any,
-    *,
-    model: ModelConfig,
-    has_replay: bool,
-) -> Task:
-    """The task of a single request. Raises ValueError or TypeError."""
-    _refuse_images(multi_modal_data)
-    if isinstance(prompt_token_ids, str):
-        raise TypeError("prompt_token_ids is a string; encode it, or use LLM.generate")
-    return Task(_prompt_ids(prompt_token_ids, 0, None, model), _ready_params(params, 0, model, has_replay=has_replay))
-
-
-def read_checkpoints(positions: Iterable[int] | None, prompt_len: int) -> frozenset[int]:
-    """Positions at which a prompt is to be cut. Raises ValueError for one that is not inside it."""
-    checkpoints = frozenset(positions or ())
-    for position in checkpoints:
-        if isinstance(position, bool) or not isinstance(position, int) or not 0 < position <= prompt_len:
-            raise ValueError(f"chunk_checkpoints has {position!r}; give positions from 1 to {prompt_len}, the prompt")
-    return checkpoints
-
-
-def _refuse_images(multi_modal_data: Any) -> None:
-    if multi_modal_data is not None:
-        raise NotImplementedError("multi_modal_data needs vision, which has not landed in this version; leave it out")
 
 
 def _given_prompts(prompts: Prompts, prompt_token_ids: TokenLists) -> Sequence[str | TokenIds]:
@@ -189,6 +250,20 @@ def _ready_params(params: SamplingParams, index: int, model: ModelConfig, *, has
                 f"0..{model.vocab_size - 1}; correct it, or give -1 to sample there"
             )
     return dataclasses.replace(params, eos_id=model.eos_token_id)
+
+
+def make_intake(config: EngineConfig, model: LoadedModel, sizes: EngineSizes) -> Intake:
+    """What an engine of these sizes takes in."""
+    own = sizes.scheduler
+    vision, timeout_s = model.runtime.model.vision, config.image_worker_timeout_s
+    return Intake(
+        model=model.runtime.model,
+        tokenizer=model.tokenizer,
+        max_len=min(model.max_model_len, own.num_pages * own.page_tokens, config.ignore_len),
+        has_replay=model.runtime.has_replay,
+        sizes=own,
+        images=None if model.params.vision is None else ImageReader(vision, timeout_s=timeout_s),
+    )
 
 
 def limits_of(params: SamplingParams) -> Limits:

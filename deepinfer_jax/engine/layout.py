@@ -8,10 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from deepinfer_jax.engine.buckets import StepShape
-from deepinfer_jax.model.batch import StepBatch
+from deepinfer_jax.model.batch import ImageRows, StepBatch
 from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling.logits import SampleRows
 from deepinfer_jax.scheduler import batching
@@ -73,6 +73,7 @@ def unpack(packed: Int32[Array, " L"], shape: StepShape, *, max_drafts: int) -> 
         num_tokens=shape.num_rows,
         num_pages=shape.num_pages,
         max_drafts=max_drafts,
+        has_images=shape.has_images,
     )
 
 
@@ -98,8 +99,8 @@ def place_chunks(fields: dict[str, Array], newest: Newest, allocate: Any = None)
     )
 
 
-def step_batch(chunks: Chunks, shape: StepShape) -> StepBatch:
-    """The rows of a step."""
+def step_batch(chunks: Chunks, shape: StepShape, image_table: Float[Array, "table D"] | None = None) -> StepBatch:
+    """The rows of a step. image_table: encoded images, for a shape that has some."""
     fields = chunks.fields
     row = jnp.arange(shape.num_rows, dtype=jnp.int32)
     chunk, is_row = _owner(row, chunks.row_ends)
@@ -107,13 +108,18 @@ def step_batch(chunks: Chunks, shape: StepShape) -> StepBatch:
     positions = jnp.where(is_row, chunks.starts[chunk] + offset, 0)
     draft = offset - (chunks.lengths - chunks.verified)[chunk] + 1  # 0 at the last row that is none
     is_newest = (draft > 0) | ((fields["follows"] != 0)[chunk] & (offset == 0))
-    known = fields["tokens"].at[fields["token_starts"][chunk] + offset].get(mode="clip")
+    place = fields["token_starts"][chunk] + offset
+    known = fields["tokens"].at[place].get(mode="clip")
     tokens = jnp.where(is_newest, chunks.tokens[chunk, jnp.maximum(draft, 0)], known)
     tail_starts = fields["tail_starts"][chunk]
     tail_rows = None
     if shape.num_tail is not None:
         is_tail = is_row & (positions >= tail_starts)
         tail_rows = jnp.nonzero(is_tail, size=shape.num_tail, fill_value=-1)[0].astype(jnp.int32)
+    images = None
+    if image_table is not None:
+        image_row = fields["image_rows"].at[place].get(mode="clip")
+        images = ImageRows(features=image_table, index=jnp.where(is_row & ~is_newest, image_row, -1))
     return StepBatch(
         tokens=jnp.where(is_row, tokens, 0),
         positions=positions,
@@ -123,6 +129,7 @@ def step_batch(chunks: Chunks, shape: StepShape) -> StepBatch:
         tail_starts=jnp.where(is_row, tail_starts, 0),
         tail_rows=tail_rows,
         window_starts=jnp.where(is_row, fields["window_starts"][chunk], 0),
+        images=images,
     )
 
 
@@ -171,8 +178,8 @@ def draft_rows(fields: dict[str, Array], positions: Int32[Array, " C"], is_drawi
 
 
 def forced_tokens(
-    fields: dict[str, Array], chunks: Int32[Array, " N"], positions: Int32[Array, " N"]
-) -> Int32[Array, " N"]:
+    fields: dict[str, Array], chunks: Int32[Array, "*N"], positions: Int32[Array, "*N"]
+) -> Int32[Array, "*N"]:
     """The token that a request forces at a position, -1 for none."""
     place = positions - fields["forced_starts"][chunks]
     is_told = (place >= 0) & (place < fields["forced"].shape[1])

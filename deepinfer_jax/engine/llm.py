@@ -100,10 +100,14 @@ class LLM:
 
         prompts: a string or a list of strings. prompt_token_ids: lists of ids; with both given, the ids are used.
         sampling_params: one for all prompts, or one for each; None is `SamplingParams()`. With n > 1 a prompt's result
-        is the list of its n answers. Nothing runs before every argument is checked, grammars included, and after an
-        exception the engine can be used again. on_error: "finish" lets a request whose grammar is refused end with
-        its finish reason instead. A request that fails while it runs has a finish reason that says so; where texts are
-        wanted, `GenerationError` is raised once all have ended.
+        is the list of its n answers. multi_modal_data: {"images": [...]} where prompts is a string, else a list with
+        such a dict, or None, for each prompt: one image for each image token, in order; a Pillow image, an array, a
+        path, the bytes of a file, or a data URL (docs/vision.md).
+
+        Nothing runs before every argument is checked, grammars and images included, and after an exception the engine
+        can be used again. on_error: "finish" lets a request whose grammar is refused end with its finish reason
+        instead. A request that fails while it runs has a finish reason that says so; where texts are wanted,
+        `GenerationError` is raised once all have ended.
         """
         outbox: list[RequestOutput] = []
         calls = self._add(prompts, prompt_token_ids, sampling_params, multi_modal_data, outbox, on_error=on_error)
@@ -198,16 +202,7 @@ class LLM:
         if on_error not in ("raise", "finish"):
             raise ValueError(f"on_error={on_error!r} is unknown; choose 'raise' or 'finish'")
         engine = self.engine
-        tasks = intake.read_tasks(
-            prompts,
-            prompt_token_ids,
-            sampling_params,
-            multi_modal_data,
-            tokenizer=engine.tokenizer,
-            model=engine.model,
-            max_len=engine.max_prompt_len,
-            has_replay=engine.runtime.has_replay,
-        )
+        tasks = engine.intake.read_tasks(prompts, prompt_token_ids, sampling_params, multi_modal_data)
         tickets = _compile_all(engine, tasks, raises=on_error == "raise")
         calls: list[tuple[int, Sequence]] = []
         try:

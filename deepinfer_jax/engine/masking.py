@@ -49,16 +49,17 @@ class DraftPath:
         """Writes which tokens may come next: one row for the next token, one behind each draft."""
         state, num_walked = self._state, 0
         row[:] = _ALL
-        try:
-            for place in range(1 + len(self._drafts)):
-                state.fill_mask(row[place])
-                self.edits.append(tuple(np.copy(part) for part in state.edits()))  # type: ignore[arg-type]
-                if place == len(self._drafts) or not _allows(row[place], self._drafts[place]):
-                    break
-                state.advance(self._drafts[place])
-                num_walked += 1
-        finally:
-            state.rollback(num_walked)
+        with state.alone():  # whoever forks or saves the request meanwhile must not see it half-way
+            try:
+                for place in range(1 + len(self._drafts)):
+                    state.fill_mask(row[place])
+                    self.edits.append(tuple(np.copy(part) for part in state.edits()))  # type: ignore[arg-type]
+                    if place == len(self._drafts) or not _allows(row[place], self._drafts[place]):
+                        break
+                    state.advance(self._drafts[place])
+                    num_walked += 1
+            finally:
+                state.rollback(num_walked)
 
 
 def _allows(words: UInt32[np.ndarray, " W"], token_id: int) -> bool:

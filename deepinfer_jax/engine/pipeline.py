@@ -17,6 +17,7 @@ from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.buckets import StepShape
 from deepinfer_jax.engine.drafting import blank_newest
 from deepinfer_jax.engine.guard import no_device_reads
+from deepinfer_jax.engine.image_table import ImageTable
 from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal
 from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.engine.sizes import EngineSizes
@@ -25,6 +26,7 @@ from deepinfer_jax.model.backbone import Features
 from deepinfer_jax.model.state import PAGED_LEAVES, State, init_state
 from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.scheduler.batching import pack_copies, pack_step
+from deepinfer_jax.scheduler.images import ImageSpan
 from deepinfer_jax.scheduler.plan import Plan, RankPlan
 from deepinfer_jax.scheduler.sequence import Copy
 
@@ -44,6 +46,7 @@ class Launched:
     drawn: Int32[jax.Array, "three N"] | None = None
     chunks: Int32[jax.Array, "F C"] | None = None
     best: tuple[jax.Array, jax.Array] | None = None
+    image_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by digest: what was not encoded
 
     @property
     def is_done(self) -> bool:
@@ -73,6 +76,16 @@ class Pipeline:
         self._guard: Callable[[], Any] = no_device_reads if is_guarded else contextlib.nullcontext
         self.num_encoder_rows = self.num_decoder_rows = 0  # computed so far, padding of live tiles included
         self._carried = self._blank()
+        self._images: ImageTable | None = None
+        if model.params.vision is not None:
+            places = sizes.num_image_places
+            self._images = ImageTable(model.params.vision, config=config, num_places=places)
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """Rows that were computed, and what became of images, for statistics."""
+        rows = {"encoder_rows": self.num_encoder_rows, "decoder_rows": self.num_decoder_rows}
+        return rows | ({} if self._images is None else dataclasses.asdict(self._images.counters))
 
     @property
     def state(self) -> State:
@@ -82,6 +95,8 @@ class Pipeline:
     def reset(self) -> None:
         """Replaces the state, whatever became of it."""
         self._carried = self._blank()
+        if self._images is not None:
+            self._images.reset()
 
     def shape_of(self, plan: Plan) -> StepShape:
         """The compiled step in which a plan runs."""
@@ -92,6 +107,7 @@ class Pipeline:
             is_prefill=plan.is_prefill,
             num_logits=plan.num_logits,
             num_tail_rows=plan.num_tail_rows if self._is_compact and plan.is_prefill else None,
+            has_images=plan.has_images,
         )
 
     def computed_rows(self, plan: Plan, shape: StepShape) -> int:
@@ -101,18 +117,30 @@ class Pipeline:
     def warm_up(self, progress: Callable[[Sequence[Any]], Any], compiled: Callable[[str, float], None]) -> None:
         """Compiles every step by a run of padding rows. progress: wraps the list of steps, as `tqdm` does."""
         for shape in progress(self._sizes.buckets.all_shapes(is_compact=self._is_compact)):
-            start = time.perf_counter()
-            packed = self._pack(RankPlan(), shape)
-            with self._on_device():
-                result, _, self._carried = steps.run_step(
-                    self._model.params, self._carried, packed, shape=shape, **self._static
-                )
-                for count in _TOP_COUNTS:
-                    steps.best_tokens(result.logprobs, count=count)
-            jax.block_until_ready(result.drawn)
-            compiled(shape.name, time.perf_counter() - start)
+            self._warm_up_step(shape, compiled)
         for num_copies in self._copy_sizes():
             self._copy((), num_copies)
+
+    def warm_up_images(self, compiled: Callable[[str, float], None]) -> None:
+        """Compiles the encoder and every step with images."""
+        if self._images is None:
+            raise AssertionError("this model has no vision weights")
+        with self._on_device():
+            self._images.warm_up(compiled)
+        for shape in self._sizes.buckets.image_shapes(is_compact=self._is_compact):
+            self._warm_up_step(shape, compiled)
+
+    def _warm_up_step(self, shape: StepShape, compiled: Callable[[str, float], None]) -> None:
+        start = time.perf_counter()
+        packed = self._pack(RankPlan(), shape, {} if shape.has_images else None)
+        with self._on_device():
+            result, _, self._carried = steps.run_step(
+                self._model.params, self._carried, packed, self._table_of(shape), shape=shape, **self._static
+            )
+            for count in _TOP_COUNTS:
+                steps.best_tokens(result.logprobs, count=count)
+        jax.block_until_ready(result.drawn)
+        compiled(shape.name, time.perf_counter() - start)
 
     def launch(self, plan: Plan, *, waits_for_masks: bool = False) -> Launched:
         """Puts a plan on the device: its copies, then its rows. With waits_for_masks, `sample` has to follow."""
@@ -121,18 +149,30 @@ class Pipeline:
             if plan.num_copies:
                 copies = plan.ranks[0].copies
                 self._copy(copies, next(size for size in self._copy_sizes() if size >= len(copies)))
-            packed = self._pack(plan.ranks[0], shape)
+            rows, errors = self._image_rows(plan.ranks[0], shape)
+            packed, table = self._pack(plan.ranks[0], shape, rows), self._table_of(shape)
             if waits_for_masks:
                 logits, features, computed_rows, self._carried = steps.run_forward(
-                    self._model.params, self._carried, packed, shape=shape, **self._forward
+                    self._model.params, self._carried, packed, table, shape=shape, **self._forward
                 )
-                return Launched(plan, shape, packed, computed_rows, waiting=(logits, features))
+                waiting = logits, features
+                return Launched(plan, shape, packed, computed_rows, waiting=waiting, image_errors=errors)
             result, computed_rows, self._carried = steps.run_step(
-                self._model.params, self._carried, packed, shape=shape, **self._static
+                self._model.params, self._carried, packed, table, shape=shape, **self._static
             )
-            launched = Launched(plan, shape, packed, computed_rows)
+            launched = Launched(plan, shape, packed, computed_rows, image_errors=errors)
             self._keep(launched, result)
         return launched
+
+    def knows_image(self, image: ImageSpan) -> bool:
+        """Whether an image need not be encoded for the next step."""
+        return self._images is None or self._images.knows(image)
+
+    def encode_ahead(self, image: ImageSpan) -> None:
+        """Encodes an image of a coming step behind those that are launched, and returns at once."""
+        if self._images is not None:
+            with self._guard(), self._on_device():
+                self._images.encode_ahead(image)
 
     def sample(self, launched: Launched, masks: Masks) -> None:
         """Draws the tokens of a step that waits for masks, which must be the last one launched."""
@@ -242,7 +282,20 @@ class Pipeline:
         """Compiled numbers of copies: few, and as many as a plan may have."""
         return _FIRST_COPIES, max(_FIRST_COPIES, 2 * self._sizes.num_state_slots)
 
-    def _pack(self, plan: RankPlan, shape: StepShape) -> Int32[np.ndarray, " L"]:
+    def _image_rows(self, plan: RankPlan, shape: StepShape) -> tuple[dict[str, int] | None, dict[str, Exception]]:
+        """Where the images of a step are in the table, by digest; None for a step without. And what failed."""
+        if not shape.has_images:
+            return None, {}
+        if self._images is None:
+            raise AssertionError("images were taken in for a model without vision weights")
+        return self._images.use(plan.images)
+
+    def _table_of(self, shape: StepShape) -> jax.Array | None:
+        return self._images.features if self._images is not None and shape.has_images else None
+
+    def _pack(
+        self, plan: RankPlan, shape: StepShape, image_rows: dict[str, int] | None = None
+    ) -> Int32[np.ndarray, " L"]:
         return pack_step(
             plan,
             self._page_table,
@@ -250,6 +303,7 @@ class Pipeline:
             num_tokens=shape.num_rows,
             num_pages=shape.num_pages,
             max_drafts=self._model.speculation.max_drafts,
+            image_rows=image_rows,
         )
 
     def _on_device(self) -> Any:

@@ -47,7 +47,11 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     load_format: LoadFormat = "dummy" if config.load_format == "dummy" else "auto"
     with jax.default_device(device):
         params, model = load_model(
-            location, load_format=load_format, seed=config.seed or 0, with_draft=config.num_draft_tokens > 0
+            location,
+            load_format=load_format,
+            seed=config.seed or 0,
+            with_draft=config.num_draft_tokens > 0,
+            with_vision=True,
         )
     if config.source("engram_pad_token") != DEFAULT:
         model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)

@@ -8,12 +8,14 @@ from deepinfer_jax.config.args import DEFAULT, EngineConfig
 from deepinfer_jax.engine.buckets import Buckets, make_buckets, prefill_limit
 from deepinfer_jax.engine.costs import CacheFigures, cache_figures
 from deepinfer_jax.engine.drafting import Speculation
+from deepinfer_jax.engine.image_table import table_bytes
 from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.scheduler.policy import SchedulerConfig
 
 MAX_SNAPSHOTS = 64  # state slots that the prefix cache may hold
 SNAPSHOT_INTERVAL = 512  # tokens between the regular snapshots of a prompt, or a prefill step where that has more
 MAX_LEN_SHARE = 0.8  # of the main-KV capacity that one request may need (spec: interface 6)
+IMAGE_TABLE_BYTES = 2**28  # that encoded images may take, unless one alone takes more
 STEP_SHARE = 0.25  # of the free memory that is left to the steps themselves
 
 
@@ -24,6 +26,7 @@ class EngineSizes:
     scheduler: SchedulerConfig
     buckets: Buckets
     cache: CacheFigures
+    num_image_places: int  # encoded images that are kept; 0 for a model without vision weights
 
     @property
     def num_state_slots(self) -> int:
@@ -47,6 +50,9 @@ def engine_sizes(config: EngineConfig, model: LoadedModel) -> EngineSizes:
     cache = cache_figures(runtime)
     _check_index_workspace(config, model)
     max_rows = prefill_limit(config.max_num_batched_tokens, is_chunked=config.chunked_prefill, target=runtime.target)
+    num_image_places = _num_image_places(config, model)
+    if num_image_places:  # an image is never cut
+        max_rows = max(max_rows, min(runtime.model.vision.max_image_tokens, config.max_num_batched_tokens))
     max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     is_exact = config.prefix_cache == "exact"
     num_snapshots = min(MAX_SNAPSHOTS, 4 * max_num_seqs) if is_exact else 0
@@ -69,6 +75,7 @@ def engine_sizes(config: EngineConfig, model: LoadedModel) -> EngineSizes:
         max_decode_rows=max_decode_rows,
         state_slots_ratio=config.state_slots_ratio,
         max_prompts=buckets.prefill_requests,
+        max_images=max(1, num_image_places),
         rollback_tokens=runtime.rollback_tokens,
         is_chunked=config.chunked_prefill,
         prefill_interval=config.prefill_attempt_interval,
@@ -81,7 +88,15 @@ def engine_sizes(config: EngineConfig, model: LoadedModel) -> EngineSizes:
         replay_rows=runtime.model.sliding_window,
         has_tails=runtime.has_replay,
     )
-    return EngineSizes(scheduler=scheduler, buckets=buckets, cache=cache)
+    return EngineSizes(scheduler=scheduler, buckets=buckets, cache=cache, num_image_places=num_image_places)
+
+
+def _num_image_places(config: EngineConfig, model: LoadedModel) -> int:
+    """As many as are wanted, and as memory for them allows."""
+    if model.params.vision is None:
+        return 0
+    affordable = max(1, IMAGE_TABLE_BYTES // table_bytes(model.runtime, 1))
+    return min(config.multi_modal_buffer_size, affordable)
 
 
 def _decode_interval(config: EngineConfig, speculation: Speculation) -> int | None:
@@ -109,6 +124,7 @@ def _num_kv_tokens(
     else:
         wanted = max(needed, max_num_seqs * _round_up(max_model_len, page))
         free = _free_bytes(model.device) * config.gpu_memory_utilization * (1 - STEP_SHARE)
+        free -= table_bytes(model.runtime, _num_image_places(config, model))
         room = int((free - num_slots * cache.bytes_per_request) / cache.bytes_per_token)
         capacity, advice = min(wanted, room // page * page), "raise gpu_memory_utilization, lower max_num_seqs"
         if capacity < page:

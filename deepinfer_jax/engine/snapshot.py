@@ -21,9 +21,12 @@ from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import PAGED_LEAVES, State, init_state
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.scheduler.batching import RequestOptions
+from deepinfer_jax.scheduler.images import ImageSpan
 from deepinfer_jax.scheduler.sequence import Limits, Sequence
+from deepinfer_jax.text.images import ImagePlan, PreparedImage
 
-FORMAT = "deepinfer_jax request 1"
+FORMAT = "deepinfer_jax request 2"
+_PATCHES = "image{}.patches"  # of an image, among the arrays of a file
 _SAMPLES = 64  # values of each weight array that go into a fingerprint
 
 
@@ -41,6 +44,7 @@ class RequestSnapshot:
     num_written: int  # positions that `state` holds
     state_end: int  # positions that its rings have seen
     state: State | None  # one slot, and pages for num_written tokens; None: the request had not run
+    images: tuple[ImageSpan, ...] = ()  # needed where tokens have to be computed again
 
 
 def take(sequence: Sequence, pipeline: Pipeline, *, fingerprint: str, page_tokens: int) -> RequestSnapshot:
@@ -63,6 +67,7 @@ def take(sequence: Sequence, pipeline: Pipeline, *, fingerprint: str, page_token
         num_written=num_written if state is not None else 0,
         state_end=sequence.state_end if state is not None else 0,
         state=state,
+        images=sequence.images,
     )
 
 
@@ -76,6 +81,7 @@ def sequence_of(saved: RequestSnapshot, request_id: str, limits: Limits) -> Sequ
         options=RequestOptions(saved.params, saved.seed),
         output=list(saved.output),
         scores_prompt=saved.params.prompt_logprobs and not saved.output,
+        images=saved.images,
     )
 
 
@@ -107,7 +113,9 @@ def save_snapshot(saved: RequestSnapshot, path: str | os.PathLike[str]) -> None:
 
     facts = {field.name: getattr(saved, field.name) for field in dataclasses.fields(saved) if field.name != "state"}
     facts["params"] = dataclasses.asdict(saved.params)
+    facts["images"] = [_image_facts(image) for image in saved.images]
     arrays = {} if saved.state is None else _named(saved.state)
+    arrays |= {_PATCHES.format(i): image.content.patches for i, image in enumerate(saved.images)}
     data = save(arrays, metadata={"format": FORMAT, "request": json.dumps(facts)})
     target = Path(path)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
@@ -140,7 +148,20 @@ def load_snapshot(path: str | os.PathLike[str], runtime: RuntimeConfig) -> Reque
     facts: dict[str, Any] = json.loads(metadata["request"])
     facts["params"] = SamplingParams.from_dict(facts["params"])
     facts |= {name: tuple(facts[name]) for name in ("prompt", "output")}
+    images = enumerate(facts["images"])
+    facts["images"] = tuple(_image_of(image, arrays.pop(_PATCHES.format(index))) for index, image in images)
     return RequestSnapshot(**facts, state=_state_of(arrays, runtime, path) if arrays else None)
+
+
+def _image_facts(image: ImageSpan) -> dict[str, Any]:
+    """What a file says of an image beside its patches."""
+    plan = dataclasses.asdict(image.content.plan)
+    return {"start": image.start, "length": image.length, "digest": image.digest, "plan": plan}
+
+
+def _image_of(facts: dict[str, Any], patches: np.ndarray) -> ImageSpan:
+    content = PreparedImage(plan=ImagePlan(**facts.pop("plan")), patches=patches, digest=facts["digest"])
+    return ImageSpan(**facts, content=content)
 
 
 def _state_of(arrays: dict[str, np.ndarray], runtime: RuntimeConfig, path: Any) -> State:

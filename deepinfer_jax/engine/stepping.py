@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from deepinfer_jax.engine.constraints import GRAMMAR_FAILED
+from deepinfer_jax.engine.images import IMAGE_FAILED
 from deepinfer_jax.engine.masking import MaskMaker, needs_host
 from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal, Round
 from deepinfer_jax.engine.pipeline import Launched, Pipeline
@@ -76,6 +77,7 @@ class StepLoop:
                 self._finish_masked(launched)
         elif not self._in_flight:
             self._release_held(wait_s=MASK_POLL_S)
+        self._encode_ahead()
         num_kept = 1 if self._is_async and plan is not None else 0
         while len(self._in_flight) > num_kept:
             self._read()
@@ -124,7 +126,25 @@ class StepLoop:
             idle_s=idle_s,
             copies=plan.num_copies,
         )
+        self._end_without_images(launched)
         return launched
+
+    def _encode_ahead(self) -> None:
+        """Starts on the next image that a prompt brings, while the device is busy with what was launched."""
+        image = self._scheduler.next_image(self._pipeline.knows_image) if self._in_flight else None
+        if image is not None:
+            self._pipeline.encode_ahead(image)
+
+    def _end_without_images(self, launched: Launched) -> None:
+        """Ends the requests of a launched step whose images could not be encoded; their rows are worth nothing."""
+        errors = launched.image_errors
+        if not errors:
+            return
+        for chunk in launched.plan.chunks:
+            error = next((errors[image.digest] for image in chunk.images if image.digest in errors), None)
+            if error is not None and not chunk.is_stale:
+                self._scheduler.end(chunk.sequence.request_id, IMAGE_FAILED, error=error)
+        self._scheduler.clear_prefix_cache()  # which keeps rows of this step
 
     def _finish_masked(self, launched: Launched) -> None:
         """Reads the steps in front while the forward of this one runs, makes its masks and draws its tokens."""

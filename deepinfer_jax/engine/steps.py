@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine import drafting, layout
@@ -18,6 +18,8 @@ from deepinfer_jax.model import state as caches
 from deepinfer_jax.model.backbone import Features, StepOutput, forward
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import State
+from deepinfer_jax.model.vision import encode_image, pixel_values
+from deepinfer_jax.model.vision_params import VisionParams
 from deepinfer_jax.ops.invariant import map_rows
 from deepinfer_jax.ops.paged import num_leading
 from deepinfer_jax.pytree import pytree_dataclass
@@ -63,6 +65,7 @@ def run_step(
     params: Params,
     carried: Carried,
     packed: Int32[Array, " L"],
+    images: Float[Array, "table D"] | None = None,
     *,
     shape: StepShape,
     config: RuntimeConfig,
@@ -71,10 +74,11 @@ def run_step(
 ) -> tuple[StepResult, Int32[Array, " two"], Carried]:
     """Forward, draws and drafts for one packed batch (layout: `scheduler/batching.py`).
 
-    Also returns how many rows the encoder and the decoder layers computed.
+    images: rows of encoded images, for a shape that has some. Also returns how many rows the encoder and the decoder
+    layers computed.
     """
     chunks = _place(packed, carried.newest, shape, speculation)
-    output, state = _forward(params, carried, chunks, shape=shape, config=config, speculation=speculation)
+    output, state = _forward(params, carried, chunks, images, shape=shape, config=config, speculation=speculation)
     carried = Carried(state=state, newest=carried.newest)
     result, carried = _draw(
         params, carried, chunks, output.logits, output.features, None, shape, config, settings, speculation
@@ -87,6 +91,7 @@ def run_forward(
     params: Params,
     carried: Carried,
     packed: Int32[Array, " L"],
+    images: Float[Array, "table D"] | None = None,
     *,
     shape: StepShape,
     config: RuntimeConfig,
@@ -94,7 +99,7 @@ def run_forward(
 ) -> tuple[Float32[Array, "N V"], Features | None, Int32[Array, " two"], Carried]:
     """The first half of `run_step`, for steps whose masks need tokens that the host has not read yet."""
     chunks = _place(packed, carried.newest, shape, speculation)
-    output, state = _forward(params, carried, chunks, shape=shape, config=config, speculation=speculation)
+    output, state = _forward(params, carried, chunks, images, shape=shape, config=config, speculation=speculation)
     return output.logits, output.features, output.computed_rows, Carried(state=state, newest=carried.newest)
 
 
@@ -115,6 +120,26 @@ def run_sampling(
     """The second half: draws and drafts."""
     chunks = _place(packed, carried.newest, shape, speculation)
     return _draw(params, carried, chunks, logits, features, masks, shape, config, settings, speculation)
+
+
+@functools.partial(_step, static_argnames=("config",))
+def encode_span(
+    vision: VisionParams,
+    patches: UInt8[Array, "patches pixels"],
+    grid: Int32[Array, " two"],
+    *,
+    config: RuntimeConfig,
+) -> Float[Array, "span D"]:
+    """The rows of one image (`model/vision.py`); patches: those of the grid, then padding."""
+    return encode_image(vision, pixel_values(patches), grid, config=config).span
+
+
+@functools.partial(jax.jit, donate_argnames=("table",))
+def place_span(
+    table: Float[Array, "table D"], span: Float[Array, "span D"], row: Int32[Array, ""]
+) -> Float[Array, "table D"]:
+    """The table with the rows of an image from `row` on. A call of its own, so that encoding waits for no step."""
+    return lax.dynamic_update_slice(table, span, (row, jnp.int32(0)))
 
 
 @functools.partial(jax.jit, donate_argnames=("carried",))
@@ -147,6 +172,7 @@ def write_request(carried: Carried, request: State, slot: Int32[Array, ""], page
 def num_compiled() -> int:
     """How many versions of the step functions this process has compiled so far."""
     functions: tuple[Any, ...] = (run_step, run_forward, run_sampling, copy_states, best_tokens)
+    functions += (encode_span, place_span)
     return sum(function._cache_size() for function in functions)
 
 
@@ -159,12 +185,13 @@ def _forward(
     params: Params,
     carried: Carried,
     chunks: Chunks,
+    images: Float[Array, "table D"] | None,
     *,
     shape: StepShape,
     config: RuntimeConfig,
     speculation: Speculation,
 ) -> tuple[StepOutput, State]:
-    batch = layout.step_batch(chunks, shape)
+    batch = layout.step_batch(chunks, shape, images)
     return forward(params, carried.state, batch, config=config, wants_features=speculation.max_drafts > 0)
 
 

@@ -55,7 +55,7 @@ def with_random_draft(params: Params, config: ModelConfig, *, seed: int) -> Para
     leaves = {spec.path: leaf_at(params, spec.path) for spec in schema(config)}
     for number, spec in enumerate(own, start=first):
         leaves[spec.path] = spec.leaf(functools.partial(random_part, np.random.default_rng([seed, number]), spec))
-    return build_params(leaves, config)
+    return dataclasses.replace(build_params(leaves, config), vision=params.vision)
 
 
 def _stage_leaf(spec: LeafSpec, config: ModelConfig) -> LeafSpec:

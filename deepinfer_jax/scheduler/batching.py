@@ -2,14 +2,15 @@
 
 A step is told chunks; the device makes rows of them (`engine/layout.py`), since only it knows how many drafts of an
 unread step stay. Layout, for C chunks, W forced tokens of each, P tokens, S slots and M page columns: the arrays of
-`CHUNK_FIELDS`, C numbers each, then `forced`, C * W numbers, then `tokens`, P numbers, then `budget`, one number, then
-the page table, S * M numbers, back to back. Fields of `FLOAT_FIELDS` hold the bits of a float32, seed words those of
-a uint32. Padding chunks have slot -1 and no rows.
+`CHUNK_FIELDS`, C numbers each, then `forced`, C * W numbers, then `tokens`, P numbers, then `image_rows`, P numbers, in
+steps with images only, then `budget`, one number, then the page table, S * M numbers, back to back. `image_rows` has
+the row in the table of encoded images for each place in `tokens`, -1 for text. Fields of `FLOAT_FIELDS` hold the bits
+of a float32, seed words those of a uint32. Padding chunks have slot -1 and no rows.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ _PADDING: dict[str, float] = {
     "next_tokens": NO_TOKEN,
     "suppressed_ids": NO_TOKEN,
     "forced": NO_TOKEN,
+    "image_rows": -1,
     "inverse_temperature": 1.0,
     "top_p": 1.0,
     "min_p_distance": np.inf,
@@ -78,21 +80,32 @@ def num_forced(max_drafts: int) -> int:
     return 3 * max_drafts + 1
 
 
-def packed_len(*, num_chunks: int, num_tokens: int, num_slots: int, num_pages: int, max_drafts: int) -> int:
+def packed_len(
+    *, num_chunks: int, num_tokens: int, num_slots: int, num_pages: int, max_drafts: int, has_images: bool = False
+) -> int:
     """Numbers in a packed array."""
-    return num_chunks * (len(CHUNK_FIELDS) + num_forced(max_drafts)) + num_tokens + 1 + num_slots * num_pages
+    num_places = num_tokens * (2 if has_images else 1)
+    return num_chunks * (len(CHUNK_FIELDS) + num_forced(max_drafts)) + num_places + 1 + num_slots * num_pages
 
 
-def fields_of(packed: Any, *, num_chunks: int, num_tokens: int, num_pages: int, max_drafts: int) -> dict[str, Any]:
-    """The part of each field in a packed array, host or device, still int32."""
-    sizes = [len(CHUNK_FIELDS) * num_chunks, num_chunks * num_forced(max_drafts), num_tokens, 1]
-    ends = np.cumsum(sizes)
-    chunks = packed[: ends[0]].reshape(len(CHUNK_FIELDS), num_chunks)
+def fields_of(
+    packed: Any, *, num_chunks: int, num_tokens: int, num_pages: int, max_drafts: int, has_images: bool = False
+) -> dict[str, Any]:
+    """The part of each field in a packed array, host or device, still int32; no `image_rows` without images."""
+    sizes = {
+        "chunks": len(CHUNK_FIELDS) * num_chunks,
+        "forced": num_chunks * num_forced(max_drafts),
+        "tokens": num_tokens,
+        **({"image_rows": num_tokens} if has_images else {}),
+        "budget": 1,
+    }
+    ends = dict(zip(sizes, np.cumsum(list(sizes.values())), strict=True))
+    fields = {name: packed[ends[name] - size : ends[name]] for name, size in sizes.items()}
+    chunks = fields.pop("chunks").reshape(len(CHUNK_FIELDS), num_chunks)
     return {name: chunks[i] for i, name in enumerate(CHUNK_FIELDS)} | {
-        "forced": packed[ends[0] : ends[1]].reshape(num_chunks, -1),
-        "tokens": packed[ends[1] : ends[2]],
-        "budget": packed[ends[2] : ends[3]],
-        "page_table": packed[ends[3] :].reshape(-1, num_pages),
+        **fields,
+        "forced": fields["forced"].reshape(num_chunks, -1),
+        "page_table": packed[ends["budget"] :].reshape(-1, num_pages),
     }
 
 
@@ -104,14 +117,20 @@ def pack_step(
     num_tokens: int,
     num_pages: int,
     max_drafts: int,
+    image_rows: Mapping[str, int] | None = None,
 ) -> Int32[np.ndarray, " L"]:
-    """The packed array of one rank's part of a plan; an empty part gives a step without rows."""
+    """The packed array of one rank's part of a plan; an empty part gives a step without rows.
+
+    image_rows: the first row of each image, by digest, in the table of encoded images; None for a step without images.
+    """
     sizes = {"num_chunks": num_chunks, "num_tokens": num_tokens, "num_pages": num_pages, "max_drafts": max_drafts}
-    packed = np.zeros(packed_len(num_slots=page_table.shape[0], **sizes), np.int32)
-    fields = fields_of(packed, **sizes)
+    has_images = image_rows is not None
+    packed = np.zeros(packed_len(num_slots=page_table.shape[0], has_images=has_images, **sizes), np.int32)
+    fields = fields_of(packed, has_images=has_images, **sizes)
     views = {name: part.view(np.float32) if name in FLOAT_FIELDS else part for name, part in fields.items()}
     for name, value in _PADDING.items():
-        views[name][:] = value
+        if name in views:
+            views[name][:] = value
     views["page_table"][:] = page_table[:, :num_pages]
     views["budget"][:] = plan.num_drafts if plan.budget is None else plan.budget
     chunk_part = packed[: len(CHUNK_FIELDS) * num_chunks].reshape(len(CHUNK_FIELDS), num_chunks)
@@ -120,6 +139,9 @@ def pack_step(
         known = chunk.known_tokens
         views["tokens"][token_end : token_end + len(known)] = known
         chunk_part[:, index] = (*_facts(chunk, token_end), *chunk.sequence.options.packed)
+        for image in chunk.images if image_rows is not None else ():
+            place, row = token_end + image.start - chunk.start, image_rows[image.digest]
+            views["image_rows"][place : place + image.length] = np.arange(row, row + image.length)
         token_end += len(known)
         if chunk.draws and chunk.sequence.options.params.golden_token_ids is not None:
             first = chunk.first_unknown - len(chunk.sequence.prompt)

@@ -7,6 +7,7 @@ import dataclasses
 from collections import abc
 from collections.abc import Mapping
 
+from deepinfer_jax.scheduler.images import ImageSpan
 from deepinfer_jax.scheduler.sequence import Copy, Sequence
 
 
@@ -47,6 +48,11 @@ class Chunk:
         return self.sequence.tokens_from(self.start, self.length - self.num_drafts)
 
     @property
+    def images(self) -> tuple[ImageSpan, ...]:
+        """The images among its rows, each of them whole."""
+        return tuple(image for image in self.sequence.images if self.start <= image.start < self.end)
+
+    @property
     def draw_row(self) -> int:
         """Its first row that draws a token, where one does."""
         return self.length - self.num_drafts - 1
@@ -74,6 +80,11 @@ class RankPlan:
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[Copy, ...] = ()
     budget: int | None = None  # drafts that the device may verify in all; None: every one
+
+    @property
+    def images(self) -> tuple[ImageSpan, ...]:
+        """The images among its rows."""
+        return tuple(image for chunk in self.chunks for image in chunk.images)
 
     @property
     def num_drafts(self) -> int:
@@ -123,6 +134,11 @@ class Plan:
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks of all ranks, in the order of the ranks."""
         return tuple(chunk for rank in self.ranks for chunk in rank.chunks)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a row belongs to an image."""
+        return self.is_prefill and any(rank.images for rank in self.ranks)
 
     def check_tokens(self, tokens: Mapping[str, abc.Sequence[int]]) -> None:
         """Raises ValueError unless there are as many tokens for each request as its chunk can have drawn.

@@ -21,9 +21,11 @@ class SchedulerConfig:
     num_ranks: int = 1
     state_slots_ratio: float = 1.2  # state slots for each of max_num_seqs; the surplus covers the quarantine
     max_prompts: int = 2**30  # prompts in one prefill step
+    max_images: int = 2**30  # images in one prefill step
     max_decode_rows: int = 1  # rows of one request in a decode step: 1 and the drafts to verify
     rollback_tokens: int = 6  # positions that a state may be ahead of a fork that takes it over
-    chunk_multiple: int = 1  # chunk ends, except a prompt's last, are multiples of it (context parallelism)
+    # chunk ends are multiples of it (context parallelism), except a prompt's last and those next to an image
+    chunk_multiple: int = 1
     is_chunked: bool = True  # False keeps each prompt in one step
     prefill_interval: int = 70  # decode steps between prefills when all ranks have prompts
     prefill_any_interval: int = 100  # the same when only some have
@@ -43,6 +45,7 @@ class SchedulerConfig:
             "max_num_batched_tokens",
             "num_ranks",
             "max_prompts",
+            "max_images",
             "max_decode_rows",
             "chunk_multiple",
             "prefill_interval",

@@ -1,8 +1,9 @@
 """Known prefixes of one rank: which pages, and which state, a new request can take over instead of computing them.
 
-A tree of full pages: a child of a node is found by its exact tokens, so nothing is taken for something else. Each node
-holds one page. The positions in front of p never change in a page whose owner goes on behind p, so the cache may hold
-pages that a running request still fills; whoever goes on in the middle of a page copies it first.
+A tree of full pages: a child of a node is found by its exact tokens, so nothing is taken for something else; the tokens
+of an image are a digest of what it shows. Each node holds one page. The positions in front of p never change in a page
+whose owner goes on behind p, so the cache may hold pages that a running request still fills; whoever goes on in the
+middle of a page copies it first.
 
 exact: a page alone is not enough, the rings have to be right too. Snapshots hang on the nodes: a state slot of their
 own, and the tokens and the page behind the last full one. What a hit gives is what computing would give.
@@ -130,12 +131,13 @@ class PrefixCache:
         limit = sequence.prefill_len - 1  # one row draws
         if config.has_tails:
             limit = min(limit, sequence.tail_start)
-        tokens = sequence.tokens_from(0, sequence.prefill_len)
+        limit = sequence.outside_images(limit)
+        tokens = sequence.cache_tokens(sequence.prefill_len)
         path = self._match(tokens)
         if config.prefix_mode == "replay":
-            return self._find_pages(path, limit, last_read)
+            return self._find_pages(sequence, path, limit, last_read)
         hit = self._find_snapshot(path, tokens, limit, last_read)
-        num_known = len(path) * config.page_tokens
+        num_known = sequence.outside_images(len(path) * config.page_tokens)
         sequence.branch_point = num_known if hit is None or num_known > hit.position else 0
         return hit
 
@@ -155,13 +157,15 @@ class PrefixCache:
             path.append(node := child)
         return path
 
-    def _find_pages(self, path: list[Node], limit: int, last_read: int) -> Hit | None:
-        """Mode replay: full pages that are there, less the rows that fill the rings."""
+    def _find_pages(self, sequence: Sequence, path: list[Node], limit: int, last_read: int) -> Hit | None:
+        """Mode replay: full pages that are there, less the rows that fill the rings, up to a bound of no image."""
         size, num_there = self._config.page_tokens, 0
         while num_there < len(path) and path[num_there].step <= last_read:
             num_there += 1
         num_known = min(num_there, limit // size)
         num_shared = (num_known * size - self._config.replay_rows) // size
+        while num_shared > 0 and (start := sequence.outside_images(num_shared * size)) < num_shared * size:
+            num_shared = start // size
         if num_shared <= 0:
             return None
         return Hit(position=num_shared * size, nodes=tuple(path[:num_shared]))
@@ -223,7 +227,7 @@ class PrefixCache:
         Nothing is kept if the state has gone too far, or if every snapshot slot waits for its copy.
         """
         config = self._config
-        tokens = sequence.tokens_from(0, length)
+        tokens = sequence.cache_tokens(length)
         if config.prefix_mode == "replay":
             self._touch_nodes(self._insert(tokens, sequence.pages, step))
             return

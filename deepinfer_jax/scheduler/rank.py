@@ -2,11 +2,12 @@
 
 import bisect
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 import numpy as np
 from jaxtyping import Int32
 
+from deepinfer_jax.scheduler.images import ImageSpan
 from deepinfer_jax.scheduler.pages import PageAllocator
 from deepinfer_jax.scheduler.plan import RankPlan
 from deepinfer_jax.scheduler.policy import Counters, SchedulerConfig
@@ -74,6 +75,20 @@ class Rank:
         if self._config.prefix_mode == "off" or sequence.scores_prompt or not self.takes_more:
             return None
         return self.prefix.look_up(sequence, last_read=self.states.last_read)
+
+    def next_image(self, is_known: Callable[[ImageSpan], bool]) -> ImageSpan | None:
+        """The first unknown image of a prompt that was begun, or else of the first one waiting."""
+        begun = (one for one in self.running if one.is_in_prefill)
+        for sequence in (*begun, *tuple(self.waiting)[:1]):
+            unknown = [image for image in sequence.images if not is_known(image)]
+            if not unknown:
+                continue
+            hit = self.find_prefix(sequence) if sequence.slot < 0 else None
+            start = hit.position if hit else sequence.num_scheduled
+            ahead = [image for image in unknown if image.start >= start]
+            if ahead:
+                return ahead[0]
+        return None
 
     def admit(self, sequence: Sequence, hit: Hit | None = None) -> bool:
         """Lets the first one waiting run, if there is memory for it, from where the hit ends."""

@@ -15,6 +15,7 @@ from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from deepinfer_jax.scheduler.images import ImageSpan
 from deepinfer_jax.scheduler.plan import Chunk, Plan, RankPlan
 from deepinfer_jax.scheduler.policy import Counters, Gauges, SchedulerConfig
 from deepinfer_jax.scheduler.rank import Rank
@@ -91,15 +92,7 @@ class Scheduler:
             raise ValueError(
                 f"num_tokens={kept} must be from {num_prompt} (the prompt) to {parent.num_tokens} (what is known now)"
             )
-        sequence = Sequence(
-            request_id=new_id,
-            prompt=parent.prompt,
-            limits=limits or parent.limits,
-            tail_start=parent.tail_start,
-            options=parent.options if options is None else options,
-            checkpoints=parent.checkpoints,
-            output=parent.output[: kept - num_prompt],
-        )
+        sequence = parent.branch(new_id, kept, limits=limits, options=options)
         self._register(sequence, parent.rank, lambda on: on.admit_fork(sequence, parent))
         if sequence.slot >= 0:
             self.counters.forks_copied += 1
@@ -156,6 +149,11 @@ class Scheduler:
         """The requests that ended since the last call, each exactly once, `finish_reason` set."""
         ended, self._ended = self._ended, []
         return ended
+
+    def next_image(self, is_known: Callable[[ImageSpan], bool]) -> ImageSpan | None:
+        """The first image that a coming prefill step needs, as far as that can be told, and that is not known."""
+        found = (rank.next_image(is_known) for rank in self.ranks)
+        return next((image for image in found if image is not None), None)
 
     def clear_prefix_cache(self) -> None:
         """Forgets every known prefix. Requests keep what they have taken over."""
@@ -252,11 +250,11 @@ class Scheduler:
     def _prefill_chunks(self, rank: Rank) -> Iterator[Chunk]:
         """Prompts that were begun and those that wait, in order of arrival, while there is room."""
         begun = deque(one for one in rank.running if one.is_in_prefill and not one.is_held)
-        rows, keys, count, admits = self.config.max_num_batched_tokens, 0, 0, True
+        rows, images, keys, count, admits = self.config.max_num_batched_tokens, self.config.max_images, 0, 0, True
         while sequence := self._next_prompt(rank, begun, admits=admits):
             hit = rank.find_prefix(sequence) if sequence.slot < 0 else None
             start = hit.position if hit else sequence.num_scheduled
-            length = sequence.chunk_len(start, rows, self.config)
+            length = sequence.chunk_len(start, rows, self.config, max_images=images)
             end = start + length
             has_keys = keys == 0 or keys + end <= self.config.prefill_max_key_tokens
             if length == 0 or not has_keys or count == self.config.max_prompts:
@@ -264,8 +262,9 @@ class Scheduler:
             if sequence.slot < 0 and not rank.admit(sequence, hit):
                 admits = False  # those that run go on: they may hold the memory that it lacks
                 continue
-            yield self._launch(sequence, length, draws=end == sequence.prefill_len, draw_position=end)
-            rows, keys, count = rows - length, keys + end, count + 1
+            chunk = self._launch(sequence, length, draws=end == sequence.prefill_len, draw_position=end)
+            yield chunk
+            rows, images, keys, count = rows - length, images - len(chunk.images), keys + end, count + 1
 
     def _next_prompt(self, rank: Rank, begun: deque[Sequence], *, admits: bool) -> Sequence | None:
         """The first that was begun (an adopted one may be newer than one that waits), or that waits if it `admits`.

@@ -6,10 +6,13 @@ an unread step will be kept; a commit corrects it.
 """
 
 import dataclasses
+import functools
 import math
 from collections import abc
 from typing import Any
 
+from deepinfer_jax.scheduler import images as spans
+from deepinfer_jax.scheduler.images import ImageSpan
 from deepinfer_jax.scheduler.policy import SchedulerConfig
 
 
@@ -49,6 +52,7 @@ class Sequence:
     scores_prompt: bool = False  # every prompt row has a logit row, so no known prefix is taken over
     options: Any = None  # sampling parameters, seed: carried, never looked at
     checkpoints: frozenset[int] = frozenset()  # where its prompt is cut, and kept for others with the same beginning
+    images: tuple[ImageSpan, ...] = ()  # of the prompt, in order; a checkpoint inside of one moves to its beginning
 
     output: list[int] = dataclasses.field(default_factory=list)  # tokens that were read, those of a fork's parent first
     finish_reason: str = ""  # spec: interface 5.6
@@ -72,6 +76,9 @@ class Sequence:
     seen_end: int = 0  # positions that the slot's rings have seen in steps that were read; rejected rows count
     last_step: int = -1  # last step that uses the slot
     epoch: int = 0  # grows when the slot is given back: results planned before that are dropped
+
+    def __post_init__(self) -> None:
+        self.checkpoints = frozenset(self.outside_images(position) for position in self.checkpoints)
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +107,39 @@ class Sequence:
             return self.prompt[start : start + count]
         from_prompt = list(self.prompt[start:])
         return from_prompt + self.output[max(0, start - num_prompt) : start + count - num_prompt]
+
+    def cache_tokens(self, count: int) -> abc.Sequence[int]:
+        """The first `count` known tokens, as prefixes are told apart: those of an image tell what it shows."""
+        num_output = count - len(self.prompt)
+        if num_output <= 0:
+            return self._cache_prompt[:count]
+        return [*self._cache_prompt, *self.output[:num_output]]
+
+    @functools.cached_property
+    def _cache_prompt(self) -> abc.Sequence[int]:
+        if not self.images:
+            return self.prompt
+        tokens = list(self.prompt)
+        for image in self.images:
+            tokens[image.start : image.end] = [image.cache_token] * image.length
+        return tokens
+
+    def outside_images(self, position: int) -> int:
+        """The position, or the beginning of the image that a cut there would split."""
+        return spans.outside_images(self.images, position)
+
+    def branch(self, request_id: str, num_tokens: int, *, limits: Limits | None, options: Any) -> "Sequence":
+        """A new request with the first `num_tokens` known tokens of this one, its whole prompt at least."""
+        return Sequence(
+            request_id=request_id,
+            prompt=self.prompt,
+            limits=limits or self.limits,
+            tail_start=self.tail_start,
+            options=self.options if options is None else options,
+            checkpoints=self.checkpoints,
+            images=self.images,
+            output=self.output[: num_tokens - len(self.prompt)],
+        )
 
     def stop_reason(self, max_model_len: int) -> str:
         """Why the request ends with its last token, "" if it does not."""
@@ -142,7 +182,7 @@ class Sequence:
 
     def is_checkpoint(self, position: int, *, interval: int) -> bool:
         """Whether the tokens in front of a position are to be kept; interval 0: there are no regular checkpoints."""
-        is_regular = interval > 0 and position % interval == 0
+        is_regular = interval > 0 and self.outside_images(-(-position // interval) * interval) == position
         return is_regular or position in self.checkpoints or position == self.branch_point
 
     def next_cut(self, start: int, *, interval: int, multiple: int) -> int:
@@ -150,18 +190,30 @@ class Sequence:
         cuts = [cut for cut in (*self.checkpoints, self.branch_point) if cut > start and cut % multiple == 0]
         if interval:
             common = math.lcm(interval, multiple)
-            cuts.append(start - start % common + common)
+            regular = start - start % common + common
+            while self.outside_images(regular) <= start:
+                regular += common
+            cuts.append(self.outside_images(regular))
         return min((self.prefill_len, *cuts))
 
-    def chunk_len(self, start: int, max_rows: int, config: SchedulerConfig) -> int:
-        """Rows of a prompt's chunk at `start`, 0 if none fits. The one place that decides where a prompt is cut."""
+    def chunk_len(self, start: int, max_rows: int, config: SchedulerConfig, *, max_images: int) -> int:
+        """Rows of a prompt's chunk at `start`, 0 if none fits. The one place that decides where a prompt is cut.
+
+        An image is never cut, not even where the multiple asks for it.
+        """
         end = start + max_rows
+        ahead = [image for image in self.images if image.start >= start]
+        if len(ahead) > max_images:
+            end = min(end, ahead[max_images].start)
         if not config.is_chunked:
             return self.prefill_len - start if self.prefill_len <= end else 0
         cut = self.next_cut(start, interval=config.checkpoint_interval, multiple=config.chunk_multiple)
         if cut <= end:
             return cut - start
-        return max(0, end - end % config.chunk_multiple - start)
+        cut = self.outside_images(end - end % config.chunk_multiple)
+        if cut <= start:  # no multiple is in reach that is outside of images
+            cut = max((bound for image in ahead for bound in (image.start, image.end) if bound <= end), default=start)
+        return max(0, cut - start)
 
     def launch_rows(self, count: int, *, step: int, draws: bool) -> None:
         """Notes rows that a step computes, and whether it draws a token for this request."""

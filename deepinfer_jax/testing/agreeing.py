@@ -14,11 +14,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from deepinfer_jax.checkpoint.embedded import write_tiny_byte_model
 from deepinfer_jax.checkpoint.load import TOKENIZER_NAME, load_model
 from deepinfer_jax.checkpoint.write import write_released
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.ops.quant import ScaledArray
+from deepinfer_jax.testing.tiny import tiny_byte_model
 
 QUIETER = 4  # binary orders by which the outputs of the target's sublayers are smaller
 STAGES_SHARE = 0.1  # of the drafter's stages in its logits
@@ -28,7 +28,7 @@ def write_agreeing_model(directory: str | Path, *, seed: int) -> Path:
     """Writes the checkpoint and tokenizer of a TinyByte model with such a drafter, and returns the directory."""
     target = Path(directory)
     with tempfile.TemporaryDirectory() as source:
-        write_tiny_byte_model(source, seed=seed)
+        tiny_byte_model(source, seed=seed)
         params, config = load_model(source, with_draft=True, with_vision=True, progress=False)
         shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
         tokenizer = Path(source) / TOKENIZER_NAME

@@ -5,12 +5,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepinfer_jax.checkpoint.embedded import write_tiny_byte_model
+from deepinfer_jax.checkpoint.write import write_released
 from deepinfer_jax.config.args import EngineArgs, resolve
+from deepinfer_jax.config.places import shipped_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.engine.engine import EngineHooks, LLMEngine
 from deepinfer_jax.engine.llm import LLM
+from deepinfer_jax.model.params import init_params
 from deepinfer_jax.scheduler.verification import VerificationPolicy
+from deepinfer_jax.text.tiny_tokenizer import write_tiny_byte
 
+CONFIG_NAME = "model/tiny.json"
+# Behind the TinyByte ids: what the config names as image token and as the drafter's noise token.
+EXTRA_TOKENS = ("<｜image｜>", "<｜draft｜>")
 CASE_SEEDS = (1, 2)  # weight seeds: every case runs on two models
 # Engines of these sizes share their one compiled step, of up to 64 rows, within a process.
 MAX_MODEL_LEN = 512  # tokens
@@ -22,8 +29,12 @@ CROWDED: dict[str, Any] = {"max_num_seqs": 33}
 
 
 def tiny_byte_model(directory: str | Path, seed: int) -> Path:
-    """Writes the checkpoint and tokenizer of the TinyByte model with these weights, and returns its directory."""
-    write_tiny_byte_model(directory, seed=seed)
+    """Writes a complete checkpoint of `configs/model/tiny.json` with random weights from this seed and the TinyByte
+    tokenizer, and returns its directory.
+    """
+    config = load_config(shipped_config(CONFIG_NAME))
+    write_tiny_byte(directory, extra_tokens=EXTRA_TOKENS)
+    write_released(init_params(config, seed=seed), config, directory, seed=seed)
     return Path(directory)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from deepinfer_jax.text.chat_images import StandIns
 from deepinfer_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,13 +29,9 @@ _REQUIRED = ("Bos", "Eos", "System", "User", "Assistant", "ThinkingStart", "Thin
 class ChatPrompt:
     """A prompt, and the request that it came from, which says how the answer to it is to be read."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # with one placeholder for each image
+    images: tuple[object, ...] = dataclasses.field(default=(), repr=False, compare=False)  # in order of placeholders
     request: "deepseek_recipe.ConversationRequest" = dataclasses.field(repr=False, compare=False)
-
-    @property
-    def num_images(self) -> int:
-        """Images that the messages name; each has one placeholder among the ids."""
-        return sum(len(message.image_sources) for message in self.request.conversation.messages)
 
     @property
     def opens_reasoning(self) -> bool:
@@ -65,7 +62,8 @@ class ChatEncoder:
         """Prompt ids of Chat Completions messages, ending with the header of the answer.
 
         `effort` is a name of the recipe (low, high, xhigh, max; None is high) or an integer
-        1..100, and needs `thinking`. Each image is one placeholder id.
+        1..100, and needs `thinking`. Each image is one placeholder id: a part {"type": "image_url", "image_url":
+        {"url": source}} with a source that `text/images.py` reads, a string being a data URL.
         """
         prompt = self.prepare(
             messages,
@@ -89,8 +87,9 @@ class ChatEncoder:
     ) -> ChatPrompt:
         """The same as `encode`, with the request that `chat_output` reads the answer by."""
         effort_name, effort_number = _split_effort(effort, thinking)
+        stand_ins = StandIns()
         body: dict[str, Any] = {
-            "messages": [dict(m) for m in messages],
+            "messages": stand_ins.hide(messages),
             "thinking": {"type": "enabled" if thinking else "disabled"},
             "reasoning_effort": effort_name,
             "tools": None if tools is None else [dict(t) for t in tools],
@@ -100,7 +99,8 @@ class ChatEncoder:
         request = self.convert({k: v for k, v in body.items() if v is not None})
         ids = self.encode_conversation(request.conversation, effort_number=effort_number)
         refuse_double_bos(self.tokenizer, ids)
-        return ChatPrompt(token_ids=tuple(ids), request=request)
+        urls = [source.data_url for message in request.conversation.messages for source in message.image_sources]
+        return ChatPrompt(token_ids=tuple(ids), request=request, images=stand_ins.in_order(urls))
 
     def convert(self, body: Mapping[str, Any]) -> "deepseek_recipe.ConversationRequest":
         """The recipe's request for a Chat Completions body, whatever model name the body has."""

@@ -1,4 +1,4 @@
-"""K01: a row alone against the same row in company (without drafts, which have not landed)."""
+"""K01: a row alone against the same row in company."""
 
 import itertools
 

@@ -32,16 +32,16 @@ def ample(crowded_llm):
     return results
 
 
-def test_preempted_requests_are_computed_again_to_the_same_result(model, ample):
-    llm = tiny.tiny_llm(model, **tiny.SCARCE, stop_preempted_request=False)
+def test_preempted_requests_are_computed_again_to_the_same_result(make_llm, ample):
+    llm = make_llm(**tiny.SCARCE, stop_preempted_request=False)
     results = run(llm)
     assert facts(results) == ample
     assert {outputs[-1].finish_reason for outputs in results} == {"length"}
     assert llm.stats()["preemptions"] > 0
 
 
-def test_preempted_requests_that_end_say_so_and_keep_their_tokens(model, ample):
-    llm = tiny.tiny_llm(model, **tiny.SCARCE, stop_preempted_request=True)
+def test_preempted_requests_that_end_say_so_and_keep_their_tokens(make_llm, ample):
+    llm = make_llm(**tiny.SCARCE, stop_preempted_request=True)
     results = run(llm)
     assert len(results) == NUM_REQUESTS
     reasons = [outputs[-1].finish_reason for outputs in results]

@@ -5,7 +5,6 @@ import pytest
 
 from deepinfer_jax import LLM, SamplingParams
 from deepinfer_jax.engine import buckets
-from deepinfer_jax.testing import tiny
 
 KEEP, NUM_TOKENS = 140, 64
 ALIGNMENT = 16  # chunks are computed in tiles of 8 rows; a tail of 140 rows lies in up to three of them
@@ -18,19 +17,20 @@ type Results = list[list[tuple[int, float]]]
 
 
 @pytest.fixture(autouse=True)
-def few_compiled_steps(monkeypatch: pytest.MonkeyPatch):
-    """One size of step and of page table: engines with and without chunks share their steps."""
-    monkeypatch.setenv("DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL", str(MAX_LEN))
+def few_compiled_steps(monkeypatch: pytest.MonkeyPatch, variant):
+    """One size of page table, and of step where there are no drafts: engines with and without chunks share them."""
+    if variant[1] == 0:
+        monkeypatch.setenv("DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL", str(MAX_LEN))
     monkeypatch.setattr(buckets, "FIRST_PAGES", MAX_LEN // 64)
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, model, mode: str, keep: int | None = KEEP, **options) -> LLM:
+def engine(monkeypatch: pytest.MonkeyPatch, make_llm, mode: str, keep: int | None = KEEP, **options) -> LLM:
     monkeypatch.setenv(MODE, mode)
     monkeypatch.delenv(TAIL, raising=False)
     if keep is not None and mode != "off":
         monkeypatch.setenv(TAIL, str(keep))
     sizes = {"max_model_len": MAX_LEN, "max_num_batched_tokens": MAX_LEN, "max_num_seqs": len(LENGTHS)}
-    return tiny.tiny_llm(model, **(sizes | options))
+    return make_llm(**(sizes | options))
 
 
 def prompts() -> list[list[int]]:
@@ -57,10 +57,10 @@ def together_and_alone(llm: LLM) -> Results:
 
 @pytest.mark.slow  # tests/model/test_replay.py and tests/engine/test_prefix_cache.py hold the same in short
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "whole"])
-def test_mask_equals_compact(monkeypatch: pytest.MonkeyPatch, model, chunked):
+def test_mask_equals_compact(monkeypatch: pytest.MonkeyPatch, make_llm, chunked):
     results, rows = {}, {}
     for mode in ("off", "mask", "compact"):
-        llm = engine(monkeypatch, model, mode, chunked_prefill=chunked)
+        llm = engine(monkeypatch, make_llm, mode, chunked_prefill=chunked)
         assert llm.engine.sizes.scheduler.max_num_batched_tokens == (64 if chunked else MAX_LEN)
         results[mode] = together_and_alone(llm)
         llm.engine.scheduler.clear_prefix_cache()
@@ -78,21 +78,21 @@ def test_mask_equals_compact(monkeypatch: pytest.MonkeyPatch, model, chunked):
 
 
 @pytest.mark.parametrize("mode", ["mask", "compact"])
-def test_log_probabilities_of_the_prompt_are_off_with_a_warning(monkeypatch: pytest.MonkeyPatch, model, mode):
-    llm = engine(monkeypatch, model, mode)
+def test_log_probabilities_of_the_prompt_are_off_with_a_warning(monkeypatch: pytest.MonkeyPatch, make_llm, mode):
+    llm = engine(monkeypatch, make_llm, mode)
     with pytest.warns(UserWarning, match=f"prompt_logprobs is off.*{MODE}"):
         [outputs] = llm.generate("abc", SamplingParams(max_tokens=2, prompt_logprobs=True, ignore_eos=True))
     assert [output.prompt_logprobs for output in outputs] == [[], []]
 
 
-def test_a_short_tail_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch, model):
+def test_a_short_tail_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch, make_llm):
     with pytest.raises(ValueError, match=r"133 is below 134 \(window 128 \+ 6 tokens"):
-        engine(monkeypatch, model, "compact", keep=133)
+        engine(monkeypatch, make_llm, "compact", keep=133)
 
 
-def test_an_unknown_mode_and_a_missing_tail_are_refused(monkeypatch: pytest.MonkeyPatch, model):
+def test_an_unknown_mode_and_a_missing_tail_are_refused(monkeypatch: pytest.MonkeyPatch, make_llm):
     with pytest.raises(ValueError, match="Compact"):
-        engine(monkeypatch, model, "Compact")
+        engine(monkeypatch, make_llm, "Compact")
     for mode in ("mask", "compact"):
         with pytest.raises(ValueError, match=TAIL):
-            engine(monkeypatch, model, mode, keep=None)
+            engine(monkeypatch, make_llm, mode, keep=None)

@@ -210,7 +210,7 @@ def test_markdown_table_has_a_row_for_each_variable_with_default_and_status():
         "DEEPINFER_USE_NEXTN_DECODE": "| maximum draft length, 0 is off | works |",
         "DEEPINFER_JAX_KERNELS": "| lands with kernels (now: auto, reference) |",
         "DEEPINFER_SAMPLER_FORCE_TOPK": "| sample among the k best only | works |",
-        "DEEPINFER_MULTI_MODAL_BUFFER_SIZE": "| lands with vision |",
+        "DEEPINFER_GLOO_TIMEOUT": "| lands with sharding |",
     }
     for name, end in expected.items():
         assert rows[name].endswith(end), rows[name]
@@ -236,7 +236,6 @@ def test_value_that_turns_nothing_on_is_accepted(variable, off):
         "DEEPINFER_GLOO_TIMEOUT=9 needs sharding; 14400",
         "DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL=10 needs sharding; 0",
         "DEEPINFER_ENGRAM_FORCE_GPU_STORAGE=1 needs sharding; False",
-        "DEEPINFER_MULTI_MODAL_BUFFER_SIZE=8 needs vision; 512",
         "DEEPINFER_JAX_KERNELS=mosaic_sm90 needs kernels; auto, reference",
         "DEEPINFER_JAX_ASCEND_SIM=1 needs Ascend; False",
     ],
@@ -287,18 +286,23 @@ SAMPLING = {
     "DEEPINFER_SO_BUILDER_CPUS": ("so_builder_cpus", "2", 2),
     "DEEPINFER_JAX_GRAMMAR_WHITESPACE": ("grammar_whitespace", "2", 2),
 }
+VISION = {
+    "DEEPINFER_MULTI_MODAL_BUFFER_SIZE": ("multi_modal_buffer_size", "3", 3),
+    "DEEPINFER_MULTI_MODAL_WORKER_TIMEOUT": ("image_worker_timeout_s", "2.5", 2.5),
+}
+TABLES = {"engine": ENGINE, "sampling": SAMPLING, "vision": VISION}
 
 
-@pytest.mark.parametrize("feature, table", [("engine", ENGINE), ("sampling", SAMPLING)], ids=["engine", "sampling"])
+@pytest.mark.parametrize("feature, table", TABLES.items(), ids=TABLES)
 def test_every_variable_of_the_feature_has_a_field_of_its_own(feature, table):
     assert set(table) == {v.name for v in environ.VARIABLES.values() if v.lands_with == feature}
     for name, (field, _, _) in table.items():
         assert environ.VARIABLES[name].field == field
 
 
-@pytest.mark.parametrize("name", [*ENGINE, *SAMPLING])
-def test_variable_of_the_engine_or_sampling_sets_its_field_and_no_other(name):
-    field, text, value = {**ENGINE, **SAMPLING}[name]
+@pytest.mark.parametrize("name", [*ENGINE, *SAMPLING, *VISION])
+def test_variable_of_the_feature_sets_its_field_and_no_other(name):
+    field, text, value = {**ENGINE, **SAMPLING, **VISION}[name]
     default, config = resolve(EngineArgs(), {}), resolve(EngineArgs(), {name: text})
     assert config.value(field) == value != default.value(field)
     assert config.source(field) == f"environment variable {name}"

@@ -21,7 +21,7 @@ from tests.text.test_chat import EOS, EXTRA, HELLO, TOOL, tiny_chat_tokenizer
 from tests.text.test_chat_output import CALL, CALL_ARGUMENTS
 
 SYSTEM = {"role": "system", "content": "Answer in json."}
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+WEB_IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 
 
 class ScriptedLLM:
@@ -32,14 +32,16 @@ class ScriptedLLM:
         self.num_tokenizers = 0
         self.prompts: list[tuple[int, ...]] = []
         self.params: list[SamplingParams] = []
+        self.images: list[tuple[object, ...]] = []
         self.was_closed = False
 
     def get_tokenizer(self) -> Tokenizer:
         self.num_tokenizers += 1
         return self._tokenizer
 
-    def stream(self, *, sampling_params, prompt_token_ids) -> Iterator[tuple[int, RequestOutput]]:
+    def stream(self, *, sampling_params, prompt_token_ids, multi_modal_data) -> Iterator[tuple[int, RequestOutput]]:
         self.prompts, self.params = list(prompt_token_ids), sampling_params
+        self.images = [entry["images"] for entry in multi_modal_data]
         return self._stream()
 
     def _stream(self) -> Iterator[tuple[int, RequestOutput]]:
@@ -200,7 +202,12 @@ def test_response_formats_become_grammars(tokenizer, response_format, so_args):
         ([HELLO, []], {}, ValueError, "conversation 1: .*Empty input messages"),
         ([HELLO, [{"role": "bad", "content": ""}]], {}, ValueError, "conversation 1: .*unknown variant `bad`"),
         (HELLO, {"effort": 0}, ValueError, "conversation 0: effort=0 is not allowed"),
-        ([{"role": "user", "content": [IMAGE]}], {}, NotImplementedError, "conversation 0 has images"),
+        (
+            [HELLO, [{"role": "user", "content": [WEB_IMAGE]}]],
+            {},
+            ValueError,
+            "conversation 1: .*nothing is downloaded",
+        ),
         ([HELLO], {"sampling_params": [SamplingParams(n=2)]}, ValueError, "conversation 0 has n=2"),
         (
             HELLO,

@@ -43,7 +43,7 @@ BAD_CALLS = {
     "too long": ({"prompt_token_ids": [[4] * 513]}, ValueError, "prompt 0 has 513 tokens, more than the 512 that can"),
     "lengths": ({"prompts": ["a", "b"], "prompt_token_ids": [[3]]}, ValueError, "2 prompts and 1 prompt_token_ids"),
     "params": ({"prompts": ["a"] * 3, "sampling_params": [GREEDY] * 2}, ValueError, "3 prompts and 2 sampling_params"),
-    "images": ({"prompts": "a", "multi_modal_data": {}}, NotImplementedError, "needs vision"),
+    "images": ({"prompts": "a", "multi_modal_data": {}}, ValueError, "prompt 0 needs either images or image_bytes"),
     "golden id": (
         {"prompts": "a", "sampling_params": SamplingParams(golden_token_ids=[4, VOCAB_SIZE])},
         ValueError,

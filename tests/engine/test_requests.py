@@ -39,13 +39,6 @@ def test_bad_prompts_are_refused_and_leave_nothing(tiny_model, prompt, error, te
     assert engine.stats()["requests"] == 0
 
 
-def test_images_are_refused(tiny_model):
-    engine = tiny.tiny_engine(tiny_model, EAGER)
-    with pytest.raises(NotImplementedError, match="vision"):
-        add(engine, "a", [5], multi_modal_data={"image_bytes": []})
-    check_free(engine)
-
-
 def test_more_than_one_answer_is_refused_with_a_hint(tiny_model):
     engine = tiny.tiny_engine(tiny_model, EAGER)
     with pytest.raises(ValueError, match="n=2.*fork_request"):

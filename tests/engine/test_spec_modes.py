@@ -103,7 +103,9 @@ def test_the_number_of_drafts_is_that_of_the_checkpoint_unless_fewer_are_wanted(
 
 def test_a_model_without_draft_stages_drafts_nothing(agreeing_model):
     config = resolve(EngineArgs(model=agreeing_model), {})
-    model = dataclasses.replace(load_engine_model(config).runtime.model, num_nextn_predict_layers=0)
+    model = load_engine_model(config).runtime.model
+    ratios = model.compress_ratios[: model.num_hidden_layers]
+    model = dataclasses.replace(model, num_nextn_predict_layers=0, compress_ratios=ratios)
     assert make_speculation(config, model).max_drafts == 0
     wanted = resolve(EngineArgs(model=agreeing_model, num_draft_tokens=1), {})
     with pytest.raises(ValueError, match="no draft stages"):

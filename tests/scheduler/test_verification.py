@@ -49,3 +49,12 @@ def test_steps_without_drafts_have_no_budget():
     chunk = Chunk(sequence=sequence_of(), start=1, length=1, draws=True, draw_position=2, first_unknown=2, epoch=0)
     assert budget_of([chunk], BudgetPolicy(CURVE), step=3) is None
     assert budget_of([chunk], None, step=3) is None
+
+
+def test_budgets_follow_the_load():
+    """Near all drafts of one request, and none of many where a step of more rows is dear."""
+    curve = CostCurve(points=tuple((rows, 5.0 + max(0, rows - 64) * 0.5) for rows in range(8, 513, 8)))
+    one = [sequence_of((1, (0.8, 0.64, 0.5, 0.4, 0.3)))]
+    assert BudgetPolicy(curve).budget(one, [5], step=9) == 5
+    many = [sequence_of((1, (0.3, 0.1, 0.05, 0.02, 0.01))) for _ in range(200)]
+    assert BudgetPolicy(curve).budget(many, [5] * 200, step=9) < 20

@@ -247,7 +247,7 @@ def test_a_rendered_prompt_gets_no_second_bos(encoder):
 def test_a_prompt_knows_its_images_and_how_its_answer_begins(encoder):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     prompt = encoder.prepare([{"role": "user", "content": [image, image]}])
-    assert (prompt.num_images, prompt.opens_reasoning) == (2, True)
+    assert (len(prompt.images), prompt.opens_reasoning) == (2, True)
     prompt = encoder.prepare(HELLO, thinking=False)
-    assert (prompt.num_images, prompt.opens_reasoning) == (0, False)
+    assert (len(prompt.images), prompt.opens_reasoning) == (0, False)
     assert encoder.tokenizer.token_text(encoder.think_end_id) == EXTRA[4]
