@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv/ and generates text for two prompts. Arguments are passed on: --model DIR, --max-tokens N, ...
+# Sets up .venv/, completes Python code with drafts, and answers in a JSON Schema. Arguments are passed on to
+# scripts/demo.py: PROMPT ..., --model DIR, --max-tokens N, ... (--help lists them).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/_python.sh
@@ -9,7 +10,4 @@ ensure_venv
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.venv/jax-cache}"
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-exec .venv/bin/deepinfer-jax generate \
-    "The quick brown fox" \
-    "Once upon a time" \
-    --max-tokens 32 "$@"
+exec .venv/bin/python scripts/demo.py "$@"

@@ -103,7 +103,7 @@ def moved_position(position: int, token_ids: Sequence[int], spans: Sequence[Imag
 
 
 def given_images(multi_modal_data: Any, num_prompts: int, *, is_single: bool) -> Sequence[Any]:
-    """One entry for each prompt, unchecked. is_single: one prompt was given and not a list, so its data is no list either."""
+    """One entry for each prompt, unchecked. is_single: a prompt was given that is in no list, and so is its data."""
     if multi_modal_data is None:
         return [None] * num_prompts
     given = [multi_modal_data] if is_single else multi_modal_data

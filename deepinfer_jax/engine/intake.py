@@ -63,7 +63,8 @@ class Intake:
         is_single = isinstance(prompts, str) and prompt_token_ids is None
         data = given_images(multi_modal_data, len(given), is_single=is_single)
         ids = [_prompt_ids(prompt, index, self.tokenizer, self.model) for index, prompt in enumerate(given)]
-        placed = self._with_images(ids, data)
+        are_texts = [isinstance(prompt, str) for prompt in given]
+        placed = self._with_images(ids, data, are_texts)
         tasks: list[Task] = []
         for index, ((prompt, images), options) in enumerate(zip(placed, params, strict=True)):
             if len(prompt) > self.max_len:
@@ -81,7 +82,7 @@ class Intake:
         if isinstance(prompt_token_ids, str):
             raise TypeError("prompt_token_ids is a string; encode it, or use LLM.generate")
         ids = _prompt_ids(prompt_token_ids, 0, None, self.model)
-        [(prompt, images)] = self._with_images([ids], [multi_modal_data])
+        [(prompt, images)] = self._with_images([ids], [multi_modal_data], [False])
         return Task(prompt, self.read_params(params), images)
 
     def read_params(self, params: SamplingParams) -> SamplingParams:
@@ -109,26 +110,42 @@ class Intake:
             self.images.close()
 
     def _with_images(
-        self, prompts: Sequence[tuple[int, ...]], data: Sequence[Any]
+        self, prompts: Sequence[tuple[int, ...]], data: Sequence[Any], are_texts: Sequence[bool]
     ) -> list[tuple[tuple[int, ...], tuple[ImageSpan, ...]]]:
         """The prompts with their images in them; whatever can be told without decoding is told first."""
-        image_id = self.model.image_token_id
-        for index, (prompt, entry) in enumerate(zip(prompts, data, strict=True)):
-            num_places, num_images = prompt.count(image_id), count_images(entry, index)
-            if num_places != num_images:
-                raise ValueError(
-                    f"prompt {index} has {num_places} image placeholders (token {image_id}) and {num_images} images; "
-                    "give one image for each placeholder in multi_modal_data"
-                )
-            if num_images and self.images is None:
-                raise ValueError(f"prompt {index} has images, and this model has no vision weights; leave them out")
+        for index, (prompt, entry, is_text) in enumerate(zip(prompts, data, are_texts, strict=True)):
+            self._check_count(prompt, entry, index, is_text=is_text)
         if self.images is None:
             return [(prompt, ()) for prompt in prompts]
-        found = self.images.read(data)
-        placed = [place_images(prompt, own, image_id) for prompt, own in zip(prompts, found, strict=True)]
+        found, image_id = self.images.read(data), self.model.image_token_id
+        placed = [
+            place_images(prompt, own, image_id) if own else (prompt, ())
+            for prompt, own in zip(prompts, found, strict=True)
+        ]
         for index, (_, images) in enumerate(placed):
             self._check_budget(images, index)
         return placed
+
+    def _check_count(self, prompt: tuple[int, ...], entry: Any, index: int, *, is_text: bool) -> None:
+        """Raises ValueError unless there is an image for each placeholder.
+
+        Ids without any data are taken as they are: an earlier answer among them may hold a drawn image token.
+        """
+        image_id = self.model.image_token_id
+        num_places, num_images = prompt.count(image_id), count_images(entry, index)
+        if num_places and entry is None and not is_text:
+            warnings.warn(
+                f"prompt {index} has {num_places} image tokens ({image_id}) and no multi_modal_data: they stand for no "
+                "image; give images if they should",
+                stacklevel=2,
+            )
+        elif num_places != num_images:
+            raise ValueError(
+                f"prompt {index} has {num_places} image placeholders (token {image_id}) and {num_images} images; "
+                "give one image for each placeholder in multi_modal_data"
+            )
+        if num_images and self.images is None:
+            raise ValueError(f"prompt {index} has images, and this model has no vision weights; leave them out")
 
     def _check_budget(self, images: Sequence[ImageSpan], prompt: int) -> None:
         """Raises ValueError for images that no step has room for."""

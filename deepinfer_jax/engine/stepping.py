@@ -204,18 +204,13 @@ class StepLoop:
                 continue
             request_id = sequence.request_id
             tokens, rounds[request_id] = _with_proposal(draws, sequence.proposal)
+            if draws.tokens:  # else it sat the step out, and what was proposed still stands
+                self._note_drafts(sequence, draws, step=plan.step)
             found[request_id], failure = _accept(chunk, tokens, self._scheduler.config.max_model_len)
             if failure is not None and not found[request_id]:
                 self._scheduler.end(request_id, failure.reason, error=failure.error)
             elif failure is not None:
                 failures[request_id] = failure
-            if draws.num_verified and draws.tokens:
-                self._stats.verified(sequence.proposal.confidence, draws.num_verified, len(draws.tokens) - 1)
-            if draws.tokens:  # else it sat the step out, and what was proposed still stands
-                sequence.proposal = draws.proposal
-                if draws.proposal is not None:
-                    kept = (*sequence.estimates, (plan.step, draws.proposal.survival))
-                    sequence.estimates = kept[-ESTIMATES_KEPT:]
         tokens = {request_id: [one.token_id for one in some] for request_id, some in found.items()}
         for sequence, taken in self._scheduler.commit(plan, tokens):
             request_id = sequence.request_id
@@ -223,6 +218,15 @@ class StepLoop:
             self._listener.took_tokens(sequence, found[request_id][: len(taken)], rounds[request_id])
             if request_id in failures:
                 self._scheduler.end(request_id, failures[request_id].reason, error=failures[request_id].error)
+
+    def _note_drafts(self, sequence: scheduling.Sequence, draws: ChunkDraws, *, step: int) -> None:
+        """Counts what became of a request's drafts, and keeps the next ones."""
+        if draws.num_verified:
+            self._stats.verified(sequence.proposal.confidence, draws.num_verified, len(draws.tokens) - 1)
+        sequence.proposal = draws.proposal
+        if draws.proposal is not None:
+            kept = (*sequence.estimates, (step, draws.proposal.survival))
+            sequence.estimates = kept[-ESTIMATES_KEPT:]
 
     def _fail(self, plan: Plan, error: BaseException) -> None:
         """Ends the requests of the oldest unread plan; the others are computed again on an empty state."""

@@ -124,7 +124,7 @@ def pack_step(
     image_rows: the first row of each image, by digest, in the table of encoded images; None for a step without images.
     """
     sizes = {"num_chunks": num_chunks, "num_tokens": num_tokens, "num_pages": num_pages, "max_drafts": max_drafts}
-    has_images = image_rows is not None
+    has_images, rows = image_rows is not None, image_rows or {}
     packed = np.zeros(packed_len(num_slots=page_table.shape[0], has_images=has_images, **sizes), np.int32)
     fields = fields_of(packed, has_images=has_images, **sizes)
     views = {name: part.view(np.float32) if name in FLOAT_FIELDS else part for name, part in fields.items()}
@@ -139,8 +139,8 @@ def pack_step(
         known = chunk.known_tokens
         views["tokens"][token_end : token_end + len(known)] = known
         chunk_part[:, index] = (*_facts(chunk, token_end), *chunk.sequence.options.packed)
-        for image in chunk.images if image_rows is not None else ():
-            place, row = token_end + image.start - chunk.start, image_rows[image.digest]
+        for image in chunk.images if has_images else ():
+            place, row = token_end + image.start - chunk.start, rows[image.digest]
             views["image_rows"][place : place + image.length] = np.arange(row, row + image.length)
         token_end += len(known)
         if chunk.draws and chunk.sequence.options.params.golden_token_ids is not None:

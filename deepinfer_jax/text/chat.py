@@ -99,7 +99,7 @@ class ChatEncoder:
         request = self.convert({k: v for k, v in body.items() if v is not None})
         ids = self.encode_conversation(request.conversation, effort_number=effort_number)
         refuse_double_bos(self.tokenizer, ids)
-        urls = [source.data_url for message in request.conversation.messages for source in message.image_sources]
+        urls = [str(source.data_url) for message in request.conversation.messages for source in message.image_sources]
         return ChatPrompt(token_ids=tuple(ids), request=request, images=stand_ins.in_order(urls))
 
     def convert(self, body: Mapping[str, Any]) -> "deepseek_recipe.ConversationRequest":

@@ -17,6 +17,7 @@ from deepinfer_jax.text import tiny_tokenizer
 from deepinfer_jax.text.chat import load_chat_encoder
 from deepinfer_jax.text.chat_output import ToolCall
 from deepinfer_jax.text.tokenizer import Tokenizer
+from tests.engine.pictures import picture
 from tests.text.test_chat import EOS, EXTRA, HELLO, TOOL, tiny_chat_tokenizer
 from tests.text.test_chat_output import CALL, CALL_ARGUMENTS
 
@@ -298,6 +299,23 @@ def test_an_engine_chats(tiny_model, chat_files, decode_sequence):
     with pytest.raises(ValueError, match="conversation 1: "):
         chat(llm, [HELLO, []], params)
     assert not llm.engine.has_unfinished_requests()
+    llm.close()
+
+
+def test_an_engine_chats_about_images(tiny_model, chat_files):
+    llm = tiny.tiny_llm(tiny_model, tokenizer=chat_files)
+    image, params = picture("A"), SamplingParams(max_tokens=3, seq_seed=1, ignore_eos=True)
+    parts = [{"type": "text", "text": "Is"}, {"type": "image_url", "image_url": {"url": image}}]
+    talk = [{"role": "user", "content": parts}]
+    with_image, without = chat(llm, [talk, HELLO], params, use_tqdm=False)
+    prompt = load_chat_encoder(llm.get_tokenizer()).prepare(talk)
+    [same] = llm.generate(None, params, [prompt.token_ids], False, [{"images": [image]}])
+    facts = [[(o.token_id, o.token_logprobs) for o in outputs] for outputs in (with_image.outputs, same)]
+    assert facts[0] == facts[1]
+    assert with_image.prompt_len == len(prompt.token_ids) + 7 and without.finish_reason == "length"
+    parts[1]["image_url"]["url"] = b"nothing"
+    with pytest.raises(ValueError, match="image 0 of prompt 1: the data is no image"):
+        chat(llm, [HELLO, talk], params)
     llm.close()
 
 

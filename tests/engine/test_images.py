@@ -1,17 +1,27 @@
 """Images in the engine: whatever else happens, a request gives what it gives when it runs alone."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from deepinfer_jax.checkpoint.load import load_model
+from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.image_table import patch_sizes
+from deepinfer_jax.engine.images import place_images
 from deepinfer_jax.engine.snapshot import load_snapshot, save_snapshot
+from deepinfer_jax.model.backbone import forward
+from deepinfer_jax.model.batch import make_batch, with_images
+from deepinfer_jax.model.state import init_state
+from deepinfer_jax.model.vision import encode_image, pixel_values
 from deepinfer_jax.testing import tiny
+from deepinfer_jax.text.images import prepare_image
 from tests.engine.driving import (
     Recorder,
     check_free,
@@ -23,7 +33,7 @@ from tests.engine.driving import (
     prompt_of,
     reasons,
 )
-from tests.engine.pictures import Parts, ask, ids_of, run
+from tests.engine.pictures import Parts, ask, ids_of, picture, run
 
 SYNC = {"DEEPINFER_ZERO_OVERHEAD_SCHEDULING": "0"}
 ONE_PLACE = {"DEEPINFER_MULTI_MODAL_BUFFER_SIZE": "1"}
@@ -86,6 +96,27 @@ def test_a_prompt_in_one_step_gives_what_it_gives_in_chunks(tiny_model, alone):
     engine = tiny.tiny_engine(tiny_model, SYNC, hooks=recorder, chunked_prefill=False, max_num_batched_tokens=512)
     assert run(engine, requests_of(["long"]))["long"] == alone["long"]
     assert [len(plan.chunks[0].images) for plan in recorder.plans if plan.is_prefill] == [3]
+
+
+@pytest.mark.slow
+def test_an_engine_gives_what_the_network_gives(tiny_model):
+    params, model = load_model(tiny_model, with_vision=True, progress=False)
+    config = RuntimeConfig(model=model, numerics="q")
+    parts, encode = PROMPTS["pair"], jax.jit(functools.partial(encode_image, config=config))
+    prepared = [prepare_image(picture(part), model.vision, prompt=0) for part in parts if isinstance(part, str)]
+    tokens, images = place_images(ids_of(parts), prepared, model.image_token_id)
+    spans = [
+        encode(params.vision, pixel_values(jnp.asarray(one.patches)), jnp.asarray(one.grid, jnp.int32)).span
+        for one in prepared
+    ]
+    batch = make_batch([list(tokens)], starts=[0], slots=[0], page_table=np.array([[0]]))
+    spans = [span[: image.length] for span, image in zip(spans, images, strict=True)]
+    batch = with_images(batch, spans, [image.start for image in images])
+    step = jax.jit(functools.partial(forward, config=config), compiler_options=steps.COMPILER_OPTIONS)
+    output, _ = step(params, init_state(config, num_slots=1, num_pages=1), batch)
+    logprobs = jax.nn.log_softmax(output.logits[0])
+    [(token, logprob)] = run(tiny.tiny_engine(tiny_model), {"a": (parts, params_of(1, 1, temperature=1.0))})["a"]
+    assert logprob == pytest.approx(float(logprobs[token]), abs=1e-5)
 
 
 def test_text_steps_stay_the_programs_that_they_were(tiny_model, alone):

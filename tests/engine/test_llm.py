@@ -230,16 +230,17 @@ def test_engine_seed_makes_default_seeds_repeatable(tiny_model):
 
 
 def test_model_choice_is_argument_then_variable_then_embedded(tiny_model, llm, monkeypatch, tmp_path):
+    other = tiny.tiny_byte_model(tmp_path, seed=2)
+    monkeypatch.setattr("deepinfer_jax.engine.setup.embedded_model", lambda: other)
     monkeypatch.setenv("DEEPINFER_ENFORCE_EAGER", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("DEEPINFER_HF_MODEL_DIR", str(tiny_model))
     sizes = {"max_model_len": tiny.MAX_MODEL_LEN, "max_num_seqs": tiny.MAX_NUM_SEQS, "decode_sequence": False}
     [want] = llm.generate("x", GREEDY)
     assert same(want, LLM(**sizes).generate("x", GREEDY)[0])
+    [elsewhere] = LLM(other, **sizes).generate("x", GREEDY)
+    assert not same(want, elsewhere)
     monkeypatch.delenv("DEEPINFER_HF_MODEL_DIR")
-    [embedded] = LLM(**sizes).generate("x", GREEDY)
-    assert not same(want, embedded)
-    assert same(embedded, LLM(next((tmp_path / "deepinfer_jax/models").iterdir()), **sizes).generate("x", GREEDY)[0])
+    assert same(elsewhere, LLM(**sizes).generate("x", GREEDY)[0])
 
 
 def test_bare_config_has_random_weights_and_no_tokenizer(tiny_model, tmp_path):

@@ -11,7 +11,7 @@ from deepinfer_jax.engine.setup import load_engine_model, make_speculation
 from deepinfer_jax.testing import tiny
 from tests.engine import driving
 
-LOGPROB_FIELDS = ("token_id", "token_logprobs", "top_logprobs", "top_token_ids", "sum_smaller_probs")
+LOGPROB_FIELDS = ("token_id", "token_logprobs", "top_logprobs", "top_token_ids")
 OPTIONS = {
     "stop": SamplingParams(seq_seed=1, max_tokens=40, stop=["a", "e", " "], ignore_eos=True),
     "tokens": SamplingParams(seq_seed=2, max_tokens=40, stop_token_ids=[9, 77, 120, 200, 250], ignore_eos=True),
@@ -32,14 +32,13 @@ def add_options(engine) -> None:
 
 @pytest.fixture(scope="module")
 def plain(agreeing_model):
-    engine = tiny.tiny_engine(agreeing_model, {"DEEPINFER_COMPUTE_SUM_SMALLER_PROBS": "1"})
+    engine = tiny.tiny_engine(agreeing_model)
     add_options(engine)
     return driving.drain(engine)
 
 
 def test_every_option_gives_the_same_with_drafts(agreeing_model, plain):
-    environ = {"DEEPINFER_COMPUTE_SUM_SMALLER_PROBS": "1"}
-    engine = tiny.tiny_engine(agreeing_model, environ, num_draft_tokens=5)
+    engine = tiny.tiny_engine(agreeing_model, num_draft_tokens=5)
     add_options(engine)
     found = driving.drain(engine)
     for name, outputs in plain.items():
