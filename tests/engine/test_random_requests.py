@@ -131,7 +131,7 @@ def test_requests_in_company_get_what_they_get_alone(engine):
 
 def test_requests_in_company_get_what_they_get_alone_with_drafts(agreeing_model):
     engine = tiny.tiny_engine(agreeing_model, **tiny.SCARCE, num_draft_tokens=5)
-    check(engine, make_cases(np.random.default_rng(3), 12, max_len=250, max_tokens=120), min_rows=3)
+    check(engine, make_cases(np.random.default_rng(1), 16, max_len=250, max_tokens=160), min_rows=3)
     assert engine.stats()["drafts"]["drafts_accepted"] > 0
 
 

@@ -41,6 +41,7 @@ class Cell:
 
 def engine_of(model: Path, cell: Cell, **options: Any) -> LLMEngine:
     environ = {
+        "DEEPINFER_ENFORCE_EAGER": "1",  # few cells use every step
         "DEEPINFER_ZERO_OVERHEAD_SCHEDULING": "1" if cell.is_async else "0",
         **(KEEP if cell.replay == "compact" else {}),
     }
