@@ -35,7 +35,8 @@ def main() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
     for llm in (plain, drafting):
         _answer(llm, prompts[0], params)  # warms up
-    num_kept, num_tokens, num_steps, plain_total_s, drafting_total_s = 0, 0, 0, 0.0, 0.0
+    num_kept, num_tokens, plain_total_s, drafting_total_s = 0, 0, 0.0, 0.0
+    rounds: list[int] = []
     for prompt in tqdm(prompts, desc="texts", unit="text", disable=None):
         want, plain_s = _answer(plain, prompt, params)
         outputs, drafting_s = _answer(drafting, prompt, params)
@@ -46,8 +47,8 @@ def main() -> None:
         num_kept += 1
         plain_total_s += plain_s
         drafting_total_s += drafting_s
-        num_tokens += len(ids) - 1
-        num_steps += _count_steps(outputs)
+        num_tokens += len(ids)
+        rounds += _rounds(outputs)
     if not num_kept:
         raise SystemExit("every text was in a loop or ended early; give fewer --tokens")
     report = {
@@ -57,7 +58,7 @@ def main() -> None:
         "texts_kept": num_kept,
         "prompt_len": args.prompt_len,
         "tokens": args.tokens,
-        "accepted_length": round(num_tokens / num_steps, 4),
+        "accepted_length": round(float(np.mean(rounds)), 4),
         "tokens_per_s_off": round(num_tokens / plain_total_s, 1),
         "tokens_per_s_drafts": round(num_tokens / drafting_total_s, 1),
         "speed_up": round(plain_total_s / drafting_total_s, 4),
@@ -95,9 +96,9 @@ def _answer(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[list[R
     return outputs, time.perf_counter() - start_s
 
 
-def _count_steps(outputs: list[RequestOutput]) -> int:
-    """Decode steps behind the first token; the last token of a step tells how many the step gave."""
-    return len(outputs) - 1 - sum(output.accept_tok - 1 for output in outputs)
+def _rounds(outputs: list[RequestOutput]) -> list[int]:
+    """How many tokens each step gave that verified drafts; the last token of a step tells."""
+    return [output.accept_tok for output in outputs if output.draft_tok > 1]
 
 
 if __name__ == "__main__":

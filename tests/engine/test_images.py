@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,14 @@ from deepinfer_jax.checkpoint.load import load_model
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.image_table import patch_sizes
+from deepinfer_jax.engine.image_table import ImageTable, patch_sizes
 from deepinfer_jax.engine.images import place_images
 from deepinfer_jax.engine.snapshot import load_snapshot, save_snapshot
 from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import make_batch, with_images
 from deepinfer_jax.model.state import init_state
 from deepinfer_jax.model.vision import encode_image, pixel_values
+from deepinfer_jax.scheduler.images import ImageSpan
 from deepinfer_jax.testing import tiny
 from deepinfer_jax.text.images import prepare_image
 from tests.engine.driving import (
@@ -48,6 +50,7 @@ PROMPTS: dict[str, Parts] = {
     "text": prompt_of(30),
     "long": [*prompt_of(40), "A", *prompt_of(50, seed=1), "D", *prompt_of(3), "A", 6],
     "only": ["D"],
+    "first": ["D", 5],
 }
 
 
@@ -134,11 +137,14 @@ def test_known_prefixes_are_those_with_the_same_images(tiny_model, alone):
     assert engine.stats()["prefix_hit_tokens"] == length - 1
     assert run(engine, requests_of(["swapped"]))["swapped"] == alone["swapped"]
     assert engine.stats()["prefix_hit_tokens"] == length - 1, "the images are in another order"
+    [other] = run(engine, {"other": ([0, "A2", *parts[2:]], params)}).values()
+    assert other != alone["pair"]
+    assert engine.stats()["prefix_hit_tokens"] == length - 1, "another image of the same size"
     longer = [*parts, 7, "A", 8]
     [cold] = run(tiny.tiny_engine(tiny_model), {"a": (longer, params)}).values()
     assert run(engine, {"b": (longer, params)})["b"] == cold
     assert engine.stats()["prefix_hit_tokens"] == length - 1 + length
-    assert figures(engine, "encoded") == (2,)
+    assert figures(engine, "encoded") == (3,)
     check_free(engine)
 
 
@@ -267,15 +273,38 @@ def test_an_image_that_cannot_be_encoded_ends_its_requests_only(tiny_model, alon
         return encode(patches, grid, size)
 
     monkeypatch.setattr(table, "_encode", encode_small)
-    for name, (parts, params) in requests_of(["only", "pair", "long"]).items():
+    for name, (parts, params) in requests_of(["only", "pair", "first", "long"]).items():
         ask(engine, name, parts, params)
     found = drain(engine)
-    assert reasons(found) == {"only": "ve_error", "pair": "length", "long": "ve_error"}
+    assert reasons(found) == {"only": "ve_error", "pair": "length", "first": "ve_error", "long": "ve_error"}
     assert facts_of(found["pair"]) == alone["pair"]
     assert [output.token_id for output in found["only"]] == [-1]
     monkeypatch.undo()
     assert run(engine, requests_of(list(PROMPTS))) == alone
     check_free(engine)
+
+
+def test_images_of_one_step_do_not_push_each_other_out(tiny_model, monkeypatch):
+    engine = tiny.tiny_engine(tiny_model, {"DEEPINFER_ENFORCE_EAGER": "1"})
+    table = ImageTable(engine.params.vision, config=engine.runtime, num_places=2)
+    monkeypatch.setattr(table, "_encode", lambda patches, *_: jnp.full((64, 64), patches[0, 0], jnp.bfloat16))
+    images = {}
+    for number in range(1, 5):
+        content = SimpleNamespace(patches=np.full((4, 588), number, np.uint8), grid=(2, 2))
+        images[number] = ImageSpan(start=0, length=8, digest=f"{number}", content=content)
+    for numbers in [(1, 2), (1, 3), (3, 4), (4, 3), (2, 4), (4, 4)]:
+        rows, errors = table.use([images[number] for number in numbers])
+        assert not errors
+        shown = np.asarray(table.features, np.float32)
+        assert {int(digest): (shown[row, 0], shown[row + 63, 0]) for digest, row in rows.items()} == {
+            number: (number, number) for number in numbers
+        }
+    assert dataclasses.asdict(table.counters) == {
+        "images_used": 11,
+        "images_encoded": 5,
+        "images_found": 6,
+        "images_evicted": 3,
+    }
 
 
 def test_a_broken_step_takes_the_table_with_it(tiny_model, alone, monkeypatch):
