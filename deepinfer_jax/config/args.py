@@ -31,8 +31,9 @@ class EngineArgs:
     Wrong types raise TypeError and values outside their range ValueError, naming the field.
     `model` None is the embedded model. `batch_invariant`, `device`, `kernels`, `numerics`,
     `num_draft_tokens`, `spec_mode` and `varlen_verification` are the variables of the same meaning.
-    The mesh is (data parallel, context parallel). Prompts of more than `ignore_len` tokens end as too long; `gpu_memory_utilization` is the share of the device's
-    memory for weights and caches, and `num_kv_tokens` sets the capacity of the main KV instead.
+    The mesh is (data parallel, context parallel). Prompts of more than `ignore_len` tokens end as too
+    long; `gpu_memory_utilization` is the share of the device's memory for weights and caches, and
+    `num_kv_tokens` sets the capacity of the main KV instead.
     """
 
     model: str | os.PathLike[str] | None = None
