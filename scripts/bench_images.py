@@ -42,7 +42,8 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.scenarios or scenarios:
         for figures in scenarios[name](args.repeats):
-            facts = {"cores": len(os.sched_getaffinity(0)), "jax": jax.__version__, "commit": args.commit}
+            cores, load = len(os.sched_getaffinity(0)), round(os.getloadavg()[0], 1)
+            facts = {"cores": cores, "load": load, "jax": jax.__version__, "commit": args.commit}
             print(json.dumps({"script": "bench_images", "scenario": name, **figures, **facts}))
 
 
@@ -54,7 +55,9 @@ def decode(repeats: int) -> list[dict[str, Any]]:
         image = prepare_image(data, vision, prompt=0)
         with multiprocessing.get_context("spawn").Pool(1) as fresh:  # memory that was freed before would hide the peak
             peak = fresh.apply(peak_bytes, (data, vision))
+        cpu = time.process_time()
         seconds = [timed(lambda data=data: prepare_image(data, vision, prompt=0)) for _ in range(repeats)]
+        cpu_s = (time.process_time() - cpu) / repeats
         found.append(
             {
                 "image": name,
@@ -62,6 +65,7 @@ def decode(repeats: int) -> list[dict[str, Any]]:
                 "tokens": image.plan.num_tokens,
                 "patch_bytes": image.patches.nbytes,
                 "median_s": round(statistics.median(seconds), 4),
+                "cpu_s": round(cpu_s, 4),
                 "peak_bytes": peak,
             }
         )

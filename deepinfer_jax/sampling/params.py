@@ -179,14 +179,6 @@ class SamplingParams:
         return cast(tuple[tuple[int, float], ...], self.logit_bias or ())
 
 
-def refuse_unsupported(params: SamplingParams) -> None:
-    """Raises for an option that is part of the interface but not of this version."""
-    if params.so_args is not None:
-        raise NotImplementedError("so_args (structured output) is not available in this version; leave it None")
-    if params.prompt_logprobs:
-        raise NotImplementedError("prompt_logprobs=True is not available in this version; leave it False")
-
-
 def forced_token(params: SamplingParams, output_index: int) -> int:
     """Returns the token forced at this output position (0 is the first), or -1."""
     golden = params.golden_token_ids

@@ -336,14 +336,6 @@ def test_repr_shows_what_the_interface_says():
     )
 
 
-def test_features_that_have_not_landed_are_refused():
-    P.refuse_unsupported(SamplingParams(golden_token_ids=[1], first_n_token_no_eos=1))
-    with pytest.raises(NotImplementedError, match="so_args"):
-        P.refuse_unsupported(SamplingParams(so_args={"schema_type": "json", "schema": "{}"}))
-    with pytest.raises(NotImplementedError, match="prompt_logprobs"):
-        P.refuse_unsupported(SamplingParams(prompt_logprobs=True))
-
-
 def test_golden_tokens_by_output_position():
     params = SamplingParams(golden_token_ids=[10, -1, 12])
     assert [P.forced_token(params, i) for i in range(5)] == [10, -1, 12, -1, -1]
