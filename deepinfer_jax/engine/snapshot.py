@@ -166,7 +166,8 @@ def _image_of(facts: dict[str, Any], patches: np.ndarray) -> ImageSpan:
 
 def _state_of(arrays: dict[str, np.ndarray], runtime: RuntimeConfig, path: Any) -> State:
     num_pages = max(array.shape[1] for name, array in arrays.items() if name.startswith(PAGED_LEAVES))
-    like = jax.eval_shape(lambda: init_state(runtime, num_slots=1, num_pages=num_pages))
+    with_draft = any(name.startswith(".draft") for name in arrays)
+    like = jax.eval_shape(lambda: init_state(runtime, num_slots=1, num_pages=num_pages, with_draft=with_draft))
     wanted = _named(like)
     for name, leaf in wanted.items():
         found = arrays.get(name)

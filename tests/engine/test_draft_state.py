@@ -9,7 +9,7 @@ import pytest
 
 from deepinfer_jax import SamplingParams
 from deepinfer_jax.engine.engine import LLMEngine
-from deepinfer_jax.engine.snapshot import RequestSnapshot
+from deepinfer_jax.engine.snapshot import RequestSnapshot, load_snapshot, save_snapshot
 from deepinfer_jax.testing import tiny
 from tests.engine import driving
 
@@ -111,8 +111,10 @@ def test_without_drafts_the_backbone_leaves_the_same(agreeing_model, engine, ans
         np.testing.assert_array_equal(leaf, want[name], err_msg=name)
 
 
-def test_a_saved_request_goes_on_elsewhere(agreeing_model, engine, answer):
-    saved = run_steps(engine, answer, [1, 3])
+def test_a_saved_request_goes_on_elsewhere(agreeing_model, engine, answer, tmp_path):
+    save_snapshot(run_steps(engine, answer, [1, 3]), tmp_path / "one.safetensors")
+    saved = load_snapshot(tmp_path / "one.safetensors", engine.runtime)
+    assert saved.state is not None and saved.state.draft is not None
     other = tiny.tiny_engine(agreeing_model, SYNC, num_draft_tokens=DRAFTS)
     other.restore_request(saved, "again")
     found = driving.facts(driving.drain(other))["again"]
