@@ -86,6 +86,7 @@ def test_report_of_one_request_has_every_documented_field_with_its_value(stats, 
 
 
 def test_every_field_is_in_the_table(stats):
+    stats.verified([0.0], 1, 1)
     rows = [line.split("|")[1].strip() for line in stats_module.__doc__.splitlines() if line.startswith("| ")]
     named = set()
     for row in rows[1:]:

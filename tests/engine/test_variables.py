@@ -75,7 +75,7 @@ def test_state_slots_follow_the_ratio(tiny_model, ratio, num_slots):
     engine = tiny.tiny_engine(tiny_model, EAGER | {"DEEPINFER_NUM_STATE_SLOTS_RATIO": ratio})
     assert engine.scheduler.config.state_slots_ratio == float(ratio)
     assert engine.scheduler.config.num_slots == num_slots == engine.scheduler.ranks[0].states.num_slots
-    assert engine.pipeline._carried.last_drawn.shape == (num_slots + engine.scheduler.config.num_snapshots,)
+    assert engine.pipeline._carried.newest.positions.shape == (num_slots + engine.scheduler.config.num_snapshots,)
 
 
 @pytest.mark.slow
