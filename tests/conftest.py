@@ -1,5 +1,6 @@
 """One set of JAX flags for all tests, the marks that need an option, and the summary of `--all`."""
 
+import gc
 import json
 import os
 import platform
@@ -14,6 +15,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SUMMARY = ROOT / "build" / "test-summary.json"
 DEVICES = ("sm90", "sm100", "ascend")
+# Compiled programs take memory maps, of which Linux gives a process 65,530; without more it crashes.
+MAX_MAPS = 20_000
 
 # Read by JAX when it is imported, and inherited by the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -47,6 +50,21 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
     if config.getoption("--all") and not is_worker:
         config.pluginmanager.register(SummaryWriter(), "deepinfer-summary")
+
+
+_last_module: list[object] = [None]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Between modules, and between tests with the mark, forgets compiled programs before there are too many."""
+    module = getattr(item, "module", None)
+    if module is not _last_module[0] or item.get_closest_marker("compiles_much"):
+        _last_module[0] = module
+        maps = Path("/proc/self/maps")
+        if maps.exists() and len(maps.read_bytes().splitlines()) > MAX_MAPS:
+            jax.clear_caches()  # those that come again are read from disk
+            gc.collect()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

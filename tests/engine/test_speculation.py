@@ -15,6 +15,7 @@ from deepinfer_jax.scheduler.verification import BudgetPolicy
 from deepinfer_jax.testing import tiny
 from tests.engine import driving
 
+pytestmark = pytest.mark.compiles_much  # an engine of its own for each combination
 NUM_TOKENS = 40
 KEEP = {"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "compact", "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "140"}
 SCHEMA = {
