@@ -92,11 +92,6 @@ class RankPlan:
         return sum(chunk.num_drafts for chunk in self.chunks)
 
     @property
-    def drawing(self) -> tuple[Chunk, ...]:
-        """The chunks with a token to draw, in the order of the logit rows."""
-        return tuple(chunk for chunk in self.chunks if chunk.draws)
-
-    @property
     def num_logits(self) -> int:
         """Logit rows without padding."""
         return sum(chunk.num_logits for chunk in self.chunks) - self._num_left_out

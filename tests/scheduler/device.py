@@ -11,7 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 
-from deepinfer_jax.scheduler.plan import Chunk, Plan
+from deepinfer_jax.scheduler.plan import Chunk, Plan, RankPlan
 from deepinfer_jax.scheduler.policy import SchedulerConfig
 from deepinfer_jax.scheduler.scheduler import Scheduler
 from deepinfer_jax.scheduler.sequence import Limits, Sequence
@@ -26,6 +26,10 @@ def drawn_token(seed: int, position: int) -> int:
     """The token that a request of this seed draws for a position: EOS in one of 16 cases."""
     noise = zlib.crc32(f"{seed} {position}".encode())
     return EOS if noise % 16 == 0 else 2 + noise % 1000
+
+
+def drawing_of(part: RankPlan) -> list[Chunk]:
+    return [chunk for chunk in part.chunks if chunk.draws]
 
 
 @dataclasses.dataclass
@@ -132,7 +136,7 @@ class Device:
         start, tokens = chunk.start, list(chunk.sequence.tokens_from(chunk.start, chunk.length))
         if chunk.follows:
             front = unread[-1]
-            drawing = front.plan.ranks[rank].drawing
+            drawing = drawing_of(front.plan.ranks[rank])
             index = [source.sequence for source in drawing].index(chunk.sequence)
             source, kept = drawing[index], front.drawn[rank][index]
             assert source.epoch == chunk.epoch
@@ -294,7 +298,7 @@ class Loop:
         tokens = {
             chunk.sequence.request_id: drawn
             for part, of_rank in zip(launched.plan.ranks, launched.drawn, strict=True)
-            for chunk, drawn in zip(part.drawing, of_rank, strict=True)
+            for chunk, drawn in zip(drawing_of(part), of_rank, strict=True)
         }
         for sequence, taken in self.scheduler.commit(launched.plan, tokens):
             self.expected[sequence.request_id].committed.extend(taken)
