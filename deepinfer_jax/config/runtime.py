@@ -1,6 +1,7 @@
 """How the network is computed: the static argument of every step."""
 
 import dataclasses
+import math
 from typing import Literal, get_args
 
 import ml_dtypes
@@ -50,6 +51,11 @@ class RuntimeConfig:
     replay_keep_tokens: int = 0  # last prompt tokens that run them
     kernels: KernelChoice = "auto"
     target: str = "cpu"  # what the step is built for; never read from the attached devices
+    dp: int = 1  # devices along the mesh's data-parallel axis; a step of several runs inside `shard_map`
+    cp: int = 1  # and along its context-parallel one
+    splits_rows: bool = True  # whether the devices of one dp rank share its rows; else each computes all of them
+    expert_axes: tuple[str, ...] = ("dp", "cp")  # mesh axes that the experts are spread over
+    engram_axes: tuple[str, ...] = ("dp", "cp")  # and the rows of the Engram tables
 
     def __post_init__(self) -> None:
         if self.numerics not in get_args(NumericsName):
@@ -67,8 +73,19 @@ class RuntimeConfig:
                 f"{self.rollback_tokens} tokens of backtracking); raise DEEPINFER_YOCO_PREFILL_KEEP_TOKENS to "
                 f"{needed} or more, or set DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE to off"
             )
+        if self.dp < 1 or self.cp < 1:
+            raise ValueError(f"dp={self.dp} and cp={self.cp} must both be at least 1")
         if self.row_tile not in (8, 16, 32):
             raise ValueError(f"row_tile={self.row_tile} must be 8, 16 or 32")
+
+    def num_pieces(self, axes: tuple[str, ...]) -> int:
+        """How many pieces an array is cut into that is spread over these mesh axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    @property
+    def row_multiple(self) -> int:
+        """What the rows of a step are padded to a multiple of: whole tiles, equally many on each device."""
+        return self.row_tile * self.cp if self.splits_rows else self.row_tile
 
     @property
     def policy(self) -> Numerics:

@@ -11,7 +11,7 @@ from deepinfer_jax.config.roles import replay_boundary
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model import engram as memory
 from deepinfer_jax.model import replay
-from deepinfer_jax.model.batch import ImageRows, Rows, StepBatch, derive_rows, pad_rows
+from deepinfer_jax.model.batch import ImageRows, Rows, StepBatch, derive_rows, own_part, pad_rows
 from deepinfer_jax.model.layer import Carry, Step, apply_layer
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.selection import empty_selection
@@ -22,6 +22,7 @@ from deepinfer_jax.model.vision import place_spans
 from deepinfer_jax.ops import hyper, paged
 from deepinfer_jax.ops.invariant import map_rows, row_product
 from deepinfer_jax.ops.norm import rms_norm
+from deepinfer_jax.parallel import context
 from deepinfer_jax.pytree import pytree_dataclass
 
 
@@ -63,19 +64,25 @@ def forward(
     Raises ValueError for names that match no stage, and for a forced one that nothing is computed from.
     """
     num_rows = batch.tokens.shape[0]
-    pad = -num_rows % config.row_tile
+    pad = -num_rows % config.row_multiple
     forced = {k: jnp.pad(v, [(0, pad)] + [(0, 0)] * (v.ndim - 1)) for k, v in (forced_selection or {}).items()}
-    stages = Stages(capture, forced)
-    padded = pad_rows(batch, multiple=config.row_tile)
-    rows = derive_rows(padded)
-    encoder_rows = decoder_rows = _num_computed(rows, config=config)
+    stages = Stages(capture, context.own_rows(forced, config=config))
+    padded = pad_rows(batch, multiple=config.row_multiple)
+    every_row = derive_rows(padded)
+    rows = own_part(every_row, config=config)
+    encoder_rows = decoder_rows = _num_computed(every_row, config=config)
     images = padded.images
-    streams, pre = embed_tokens(params, padded.tokens, images, config=config, stages=stages)
     is_image = None if images is None else images.index >= 0
-    context, exists, state = memory.token_context(
-        params.engram.token_map, state, padded.tokens, rows, is_image, config=config
+    ngrams, exists, state = memory.token_context(
+        params.engram.token_map, state, padded.tokens, every_row, is_image, config=config
     )
-    step = Step(rows=rows, context=context, exists=exists, has_images=images is not None)
+    is_text = every_row.is_live if is_image is None else every_row.is_live & ~is_image
+    own = (padded.tokens, is_text, ngrams, exists, None if images is None else images.index)
+    tokens, is_text, ngrams, exists, image_index = context.own_rows(own, config=config)
+    images = None if images is None else dataclasses.replace(images, index=image_index)
+    streams, pre = embed_tokens(params, tokens, images, config=config, stages=stages)
+    memories = memory.look_up(params.engram, ngrams, exists, config=config, stages=stages)
+    step = Step(rows=rows, every_row=every_row, is_text=is_text, memories=memories, has_images=images is not None)
     carry = Carry(streams=streams, pre=pre, selection=empty_selection(rows, config=config), state=state)
     if wants_features or stages.wants("main_hidden"):
         blank = jnp.zeros(
@@ -91,14 +98,13 @@ def forward(
         step, carry, logit_rows = replay.cut_to_tail(
             params, step, carry, padded.tail_rows, logit_rows, layers[boundary], config=config, stages=stages
         )
-        step = dataclasses.replace(step, has_images=images is not None)
-        decoder_rows = _num_computed(step.rows, config=config)
+        decoder_rows = _num_computed(step.every_row, config=config)
         layers = (replay.without_source(layers[boundary]), *layers[boundary + 1 :])
         if padded.tail_rows.shape[0] == 0:
             blank = jnp.zeros((batch.logit_rows.shape[0], config.model.vocab_size), jnp.float32)
             output = StepOutput(
                 logits=blank,
-                stages=_captured(stages, num_rows),
+                stages=_captured(stages, num_rows, config=config),
                 computed_rows=jnp.stack([encoder_rows, jnp.int32(0)]),
                 features=_features(carry, step.rows) if wants_features else None,
             )
@@ -110,7 +116,7 @@ def forward(
     logits = _head(params, carry, logit_rows, step.rows.num_live, config=config, stages=stages)
     output = StepOutput(
         logits=logits,
-        stages=_captured(stages, num_rows),
+        stages=_captured(stages, num_rows, config=config),
         computed_rows=jnp.stack([encoder_rows, decoder_rows]),
         features=features if wants_features else None,
     )
@@ -132,8 +138,9 @@ def _num_computed(rows: Rows, *, config: RuntimeConfig) -> Int[Array, ""]:
     return -(-rows.num_live // config.row_tile) * config.row_tile
 
 
-def _captured(stages: Stages, num_rows: int) -> dict[str, Array]:
-    return {name: value[:num_rows] for name, value in stages.finish().items()}
+def _captured(stages: Stages, num_rows: int, *, config: RuntimeConfig) -> dict[str, Array]:
+    captured = context.all_rows(stages.finish(), config=config)
+    return {name: value[:num_rows] for name, value in captured.items()}
 
 
 def _run_layers(
@@ -184,7 +191,7 @@ def _head(
         return stages.note("final_hidden", hidden)
 
     hidden = stages.map_rows(norm, carry.streams, carry.pre, num_live=num_live, config=config)
-    wanted = hidden.at[logit_rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    wanted = context.take_rows(hidden, logit_rows, config=config)
     head = params.head.astype(wanted.dtype)
     return map_rows(
         lambda rows: row_product(rows, head),

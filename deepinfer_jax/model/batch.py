@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.ops import paged
+from deepinfer_jax.parallel import context
 from deepinfer_jax.pytree import pytree_dataclass
 
 
@@ -43,6 +45,7 @@ class StepBatch:
 class Rows:
     """Facts about the rows of a step that every layer needs, derived once from the batch."""
 
+    index: Int[Array, " T"]  # of each row in the step; a device may have a part of the rows (`parallel/context.py`)
     positions: Int[Array, " T"]
     slots: Int[Array, " T"]
     is_live: Bool[Array, " T"]
@@ -152,6 +155,7 @@ def rows_at(
     """The row facts of rows at positions of slots."""
     first_row = paged.first_rows(slots)
     return Rows(
+        index=jnp.arange(slots.shape[0], dtype=jnp.int32),
         positions=positions,
         slots=slots,
         is_live=slots >= 0,
@@ -163,3 +167,16 @@ def rows_at(
         window_start=window_start,
         page_table=page_table,
     )
+
+
+def own_part(rows: Rows, *, config: RuntimeConfig) -> Rows:
+    """The facts about this device's part of all rows of a step; indices of rows stay those of the step."""
+    if not context.is_split(config):
+        return rows
+    per_row = {
+        field.name: getattr(rows, field.name)
+        for field in dataclasses.fields(Rows)
+        if field.name not in ("num_live", "page_table")
+    }
+    own = context.own_rows(per_row, config=config)
+    return Rows(**own, num_live=paged.num_leading(own["is_live"]), page_table=rows.page_table)

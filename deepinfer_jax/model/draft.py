@@ -32,6 +32,7 @@ from deepinfer_jax.ops.invariant import map_rows, row_product
 from deepinfer_jax.ops.linear import linear, linear_f32
 from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
+from deepinfer_jax.parallel import context
 from deepinfer_jax.pytree import pytree_dataclass
 
 # From the index of a draft in its block and its logits [R, V] to one token id for each request, and whatever else of
@@ -95,7 +96,8 @@ def write_context(
 
     hidden = main_hidden.astype(dtype)
     made = Stages((), {}).map_rows(on_tile, hidden, rows.positions, num_live=rows.num_live, config=config)
-    slots, places = ring_places(rows, config.ring_len)
+    made, positions, slots = context.all_rows((made, positions, slots), config=config)
+    slots, places = ring_places(_rows_at(positions, slots), config.ring_len)
     window = state.window
     for k, latents in enumerate(made):
         window = paged.put_rows(window, latents, k, slots, places)
@@ -174,13 +176,13 @@ def _layer(stage: Index) -> Layer:
 
 @functools.cache
 def _with_draft_experts(config: RuntimeConfig) -> RuntimeConfig:
-    """The config that the shared layer code reads: the draft's number of experts in place of the backbone's."""
+    """The config that the shared layer code reads: the draft's experts, and no split of its rows, which are few."""
     model: ModelConfig = dataclasses.replace(
         config.model,
         n_routed_experts=config.model.dspark_n_routed_experts,
         num_experts_per_tok=config.model.dspark_num_experts_per_tok,
     )
-    return dataclasses.replace(config, model=model)
+    return dataclasses.replace(config, model=model, splits_rows=False)
 
 
 def _run_stages(

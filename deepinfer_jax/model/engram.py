@@ -15,9 +15,9 @@ from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
 from deepinfer_jax.model.variants import Layer, pick
 from deepinfer_jax.ops import engram as engram_math
-from deepinfer_jax.ops import paged
 from deepinfer_jax.ops.linear import linear
-from deepinfer_jax.ops.quant import dequantize, fp8_roundtrip
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
+from deepinfer_jax.parallel import engram_rows
 from deepinfer_jax.text.engram_vocab import EngramConstants, engram_constants
 
 
@@ -76,33 +76,46 @@ def token_context(
     return jnp.stack(columns, axis=1), jnp.stack(exists, axis=1), dataclasses.replace(state, history=history)
 
 
+def look_up(
+    params: EngramParams,
+    context: Int[Array, "T M"],
+    exists: Bool[Array, "T M"],
+    *,
+    config: RuntimeConfig,
+    stages: Stages,
+) -> tuple[ScaledArray, ...]:
+    """The packed rows [T, N, W] of each table that these rows of the step hash to: known before the first layer."""
+    found = []
+    for ordinal, table in enumerate(params.embed):
+        hashed = table_rows(params.token_map, context, exists, ordinal=ordinal, config=config.model)
+        hashed = stages.note(f"layers.{config.model.engram_layer_ids[ordinal]}.engram_rows", hashed)
+        found.append(engram_rows.look_up(table, hashed, config=config))
+    return tuple(found)
+
+
 def engram(
     params: EngramParams,
     streams: Float[Array, "T C D"],
-    context: Int[Array, "T M"],
-    exists: Bool[Array, "T M"],
+    memories: tuple[ScaledArray, ...],
+    is_text: Bool[Array, " T"],
     rows: Rows,
     layer: Layer,
-    is_image: Bool[Array, " T"] | None = None,
     *,
     config: RuntimeConfig,
     stages: Stages,
 ) -> Float[Array, "T C D"]:
     """The streams with the looked-up memory mixed in, at layers that have a table; those of image rows unchanged."""
-    is_text = rows.is_live if is_image is None else rows.is_live & ~is_image
 
     def with_table(ordinal: int) -> Float[Array, "T C D"]:
         wkv = dequantize(layer_slice(params.wkv, ordinal), streams.dtype)
 
-        def on_tile(stages: Stages, streams: Array, context: Array, exists: Array, is_text: Array) -> Array:
+        def on_tile(stages: Stages, streams: Array, memory: ScaledArray, is_text: Array) -> Array:
             prefix = f"layers.{layer.layer}"
             entering = stages.note(f"{prefix}.engram_in", streams)
-            hashed = table_rows(params.token_map, context, exists, ordinal=ordinal, config=config.model)
-            hashed = stages.note(f"{prefix}.engram_rows", hashed)
-            mixed = _mix_in(params, wkv, entering, hashed, is_text, ordinal=ordinal, config=config)
+            mixed = _mix_in(params, wkv, entering, memory, is_text, ordinal=ordinal, config=config)
             return stages.note(f"{prefix}.engram_out", mixed)
 
-        return stages.map_rows(on_tile, streams, context, exists, is_text, num_live=rows.num_live, config=config)
+        return stages.map_rows(on_tile, streams, memories[ordinal], is_text, num_live=rows.num_live, config=config)
 
     tables = [lambda ordinal=ordinal: with_table(ordinal) for ordinal in range(len(params.embed))]
     return pick(layer.engram_kind, [lambda: streams, *tables])
@@ -131,16 +144,15 @@ def _mix_in(
     params: EngramParams,
     wkv: Float[Array, "U M"],
     streams: Float[Array, "T C D"],
-    hashed: Int[Array, "T N"],
+    found: ScaledArray,
     is_text: Bool[Array, " T"],
     *,
     ordinal: int,
     config: RuntimeConfig,
 ) -> Float[Array, "T C D"]:
-    """Look-up, projection and gate (spec: engram 4)."""
-    model, table = config.model, params.embed[ordinal]
-    found = paged.take_rows(table, hashed)
-    memory = dequantize(found, streams.dtype).reshape(hashed.shape[0], -1)
+    """Projection and gate (spec: engram 4)."""
+    model = config.model
+    memory = dequantize(found, streams.dtype).reshape(streams.shape[0], -1)
     memory = fp8_roundtrip(memory) if config.policy.quantizes_activations else memory
     projected = linear(memory, wkv)
     keys = projected[:, : model.hc_mult * model.hidden_size].reshape(streams.shape)

@@ -4,13 +4,13 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model import attention as attending
 from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.engram import engram
-from deepinfer_jax.model.moe import Routed, route, run_experts
+from deepinfer_jax.model.moe import Routed, route, run_experts, run_shared
 from deepinfer_jax.model.params import DraftParams, HyperParams, Params, layer_slice
 from deepinfer_jax.model.selection import Selection, select
 from deepinfer_jax.model.sources import ring_places, write_sources
@@ -18,10 +18,11 @@ from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
 from deepinfer_jax.model.variants import Layer, RopeTables, layer_weights, rope_tables
 from deepinfer_jax.ops import hyper, paged
-from deepinfer_jax.ops.engram import DEAD
 from deepinfer_jax.ops.invariant import ordered_sum, round_to
 from deepinfer_jax.ops.moe import combine
 from deepinfer_jax.ops.norm import rms_norm
+from deepinfer_jax.ops.quant import ScaledArray
+from deepinfer_jax.parallel import context
 from deepinfer_jax.pytree import pytree_dataclass, static_field
 
 
@@ -38,17 +39,18 @@ class Carry:
 
 @pytree_dataclass
 class Step:
-    """What every layer of a step reads beside the parameters."""
+    """What every layer of a step reads beside the parameters; all but `every_row` is of this device's rows."""
 
     rows: Rows
-    context: Int[Array, "T M"]  # compressed ids of each row and the tokens before it, for Engram
-    exists: Bool[Array, "T M"]
+    every_row: Rows  # all rows of the step: the same where a device has them all
+    is_text: Bool[Array, " T"]  # live rows that are no image rows
+    memories: tuple[ScaledArray, ...]  # of each Engram table, packed: the rows [T, N, W] that were looked up
     has_images: bool = static_field(default=False)  # whether rows may be image rows
 
     @property
     def is_image(self) -> Bool[Array, " T"] | None:
-        """Which rows belong to images: Engram knows them by their own id. None where every row is text."""
-        return self.context[:, 0] == DEAD if self.has_images else None
+        """Which rows belong to images; None where every row is text."""
+        return self.rows.is_live & ~self.is_text if self.has_images else None
 
 
 @pytree_dataclass
@@ -73,11 +75,10 @@ def apply_layer(
     streams = engram(
         params.engram,
         carry.streams,
-        step.context,
-        step.exists,
+        step.memories,
+        step.is_text,
         rows,
         layer,
-        is_image,
         config=config,
         stages=stages,
     )
@@ -90,7 +91,7 @@ def apply_layer(
         params, attention_params, streams, carry.pre, rows, layer, prefix=prefix, config=config, stages=stages
     )
     new = entered.projected
-    state = write_sources(params, carry.state, entered.x, rows, layer, config=config, stages=stages)
+    state = write_sources(params, carry.state, entered.x, rows, step.every_row, layer, config=config, stages=stages)
     selection = select(
         params.indexer,
         carry.selection,
@@ -103,13 +104,14 @@ def apply_layer(
         config=config,
         stages=stages,
     )
+    new_kv = context.all_rows(new.new_kv, config=config)
     out = attending.attend(
-        new.q, new.new_kv, state, selection.entries, attention_params.attn_sink, rows, layer, config=config
+        new.q, new_kv, state, selection.entries, attention_params.attn_sink, rows, layer, config=config
     )
     # The ring is written once it has been read: without the barrier a compiler keeps a copy of it for the reads.
     out, window = lax.optimization_barrier((out, state.window))
-    slots, places = ring_places(rows, config.ring_len)
-    window = paged.put_rows(window, new.new_kv, layer.layer, slots, places)
+    slots, places = ring_places(step.every_row, config.ring_len)
+    window = paged.put_rows(window, new_kv, layer.layer, slots, places)
     state = dataclasses.replace(state, window=window)
     streams, pre = finish(
         params, attention_params, out, entered, rows, layer, is_image, prefix=prefix, config=config, stages=stages
@@ -180,7 +182,7 @@ def finish(
         own_bias = bias
         if is_image is not None:
             own_bias = jnp.where(is_image[:, None], params.moe.bias_vl[index][None, :], bias)
-        return streams, mix, route(gate, own_bias, shared, u, prefix=prefix, config=config, stages=stages)
+        return streams, mix, route(gate, own_bias, u, prefix=prefix, config=config, stages=stages)
 
     def after_experts(
         stages: Stages, outputs: Array, shared_out: Array, streams: Array, mix: hyper.Mix
@@ -191,8 +193,14 @@ def finish(
 
     live = rows.num_live
     streams, mix, routed = stages.map_rows(before_experts, attended, entered, is_image, num_live=live, config=config)
-    outputs = run_experts(params.moe.experts, routed, rows.is_live, layer=index, config=config)
-    return stages.map_rows(after_experts, outputs, routed.shared_out, streams, mix, num_live=live, config=config)
+    shared_out = stages.map_rows(
+        lambda stages, u: run_shared(shared, u, prefix=prefix, config=config, stages=stages),
+        routed.u,
+        num_live=live,
+        config=config,
+    )
+    outputs = run_experts(params.moe, routed, rows.is_live, layer=index, config=config)
+    return stages.map_rows(after_experts, outputs, shared_out, streams, mix, num_live=live, config=config)
 
 
 def _stream_mean(streams: Float[Array, "T C D"]) -> Float[Array, "T D"]:

@@ -74,13 +74,18 @@ class ExpertParams:
 
 @pytree_dataclass
 class MoeParams:
-    """Router, routed and shared experts; leading axis: layers."""
+    """Router, routed and shared experts; leading axis: layers.
+
+    replicas: where the experts of each layer are among all places of `experts`, K places each, filled up by
+    repetition; None: expert e is in place e. Places beyond them are spare.
+    """
 
     gate: Float[Array, "N E D"]
     bias: Float[Array, "N E"]
     bias_vl: Float[Array, "N E"]
     experts: ExpertParams
     shared: ExpertParams
+    replicas: Int[Array, "N E K"] | None = None
 
 
 @pytree_dataclass
@@ -239,6 +244,7 @@ def build_params(leaves: Mapping[str, Any], config: ModelConfig) -> Params:
                 f"{prefix}moe.",
                 experts=part(ExpertParams, f"{prefix}moe.experts."),
                 shared=part(ExpertParams, f"{prefix}moe.shared."),
+                replicas=None,
             ),
             **given,
         )

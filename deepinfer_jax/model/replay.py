@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.model.batch import Rows, rows_at
+from deepinfer_jax.model.batch import Rows, own_part, rows_at
 from deepinfer_jax.model.layer import Carry, Step
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.selection import empty_selection
@@ -20,6 +20,7 @@ from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.variants import Layer
 from deepinfer_jax.ops import hyper
 from deepinfer_jax.ops.norm import rms_norm
+from deepinfer_jax.parallel import context
 
 
 def cut_to_tail(
@@ -42,30 +43,36 @@ def cut_to_tail(
         carry.state,
         _source_input(params, carry, step.rows, boundary, config, stages),
         step.rows,
+        step.every_row,
         boundary,
         config=config,
         stages=Stages((), {}),
     )
-    missing = -tail_rows.shape[0] % config.row_tile
+    whole = step.every_row
+    missing = -tail_rows.shape[0] % config.row_multiple
     tail_rows = jnp.pad(tail_rows, (0, missing), constant_values=-1)
     is_row = tail_rows >= 0
     at = jnp.maximum(tail_rows, 0)
-    rows = rows_at(
-        jnp.where(is_row, step.rows.positions[at], 0),
-        jnp.where(is_row, step.rows.slots[at], -1),
-        step.rows.tail_start[at],
-        step.rows.window_start[at],
-        step.rows.page_table,
+    every_row = rows_at(
+        jnp.where(is_row, whole.positions[at], 0),
+        jnp.where(is_row, whole.slots[at], -1),
+        whole.tail_start[at],
+        whole.window_start[at],
+        whole.page_table,
     )
+    moved = (carry.streams, carry.pre, carry.features, step.is_text, step.memories)
+    moved = context.own_rows(context.take_rows(moved, tail_rows, config=config), config=config)
+    streams, pre, features, is_text, memories = moved
+    rows = own_part(every_row, config=config)
     cut = Carry(
-        streams=carry.streams[at],
-        pre=carry.pre[at],
+        streams=streams,
+        pre=pre,
         selection=empty_selection(rows, config=config),
         state=state,
-        features=None if carry.features is None else carry.features[at],
+        features=features,
     )
-    short = Step(rows=rows, context=step.context[at], exists=step.exists[at])
-    return short, cut, _place_in(tail_rows, is_row, logit_rows, step.rows.positions.shape[0])
+    short = Step(rows=rows, every_row=every_row, is_text=is_text, memories=memories, has_images=step.has_images)
+    return short, cut, _place_in(tail_rows, is_row, logit_rows, whole.positions.shape[0])
 
 
 def without_source(layer: Layer) -> Layer:

@@ -17,6 +17,7 @@ from deepinfer_jax.ops.invariant import round_to
 from deepinfer_jax.ops.linear import linear, linear_f32
 from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_main_kv
+from deepinfer_jax.parallel import context
 from deepinfer_jax.pytree import pytree_dataclass
 
 
@@ -34,12 +35,15 @@ def write_sources(
     state: State,
     x: Float[Array, "T D"],
     rows: Rows,
+    every_row: Rows,
     layer: Layer,
     *,
     config: RuntimeConfig,
     stages: Stages,
 ) -> State:
     """The state with this step's entries of a source layer; unchanged at other layers.
+
+    x, rows: of this device; every_row: all rows of the step, which all devices of a dp rank write.
 
     The rows are computed by the layer's variant only; the writes themselves always run, with every index at -1 where
     there is nothing to write, so that the caches are updated in place.
@@ -49,12 +53,13 @@ def write_sources(
         return _source_rows(params, state, x, rows, layer, ratio=ratio, config=config, stages=stages)
 
     def nothing() -> SourceRows:
-        blank = jnp.zeros((x.shape[0], config.model.head_dim), x.dtype)
-        key = jnp.zeros((x.shape[0], config.model.index_head_dim), x.dtype)
+        num_rows = every_row.positions.shape[0]
+        blank = jnp.zeros((num_rows, config.model.head_dim), x.dtype)
+        key = jnp.zeros((num_rows, config.model.index_head_dim), x.dtype)
         return SourceRows(
             main_kv=_main_rows(blank, config=config),
             index_key=index_rows(key, config=config),
-            pairs=jnp.zeros((x.shape[0], 2 * config.model.head_dim), jnp.float32),
+            pairs=jnp.zeros((num_rows, 2 * config.model.head_dim), jnp.float32),
         )
 
     made = pick(layer.source_kind, [nothing, lambda: variant(2), lambda: variant(1)])
@@ -62,12 +67,12 @@ def write_sources(
     for which, ratio in enumerate(RATIOS):
         if isinstance(layer.source_kind, int) and layer.source_kind != which + 1:
             continue
-        at = _entry_places(rows, layer, ratio=ratio, which=which, config=config)
+        at = _entry_places(every_row, layer, ratio=ratio, which=which, config=config)
         main_kv[which] = paged.put_rows(main_kv[which], made.main_kv, layer.cache_ordinal, *at)
         index_k[which] = paged.put_rows(index_k[which], made.index_key, layer.cache_ordinal, *at)
     tails = state.tails
     if not isinstance(layer.source_kind, int) or layer.source_kind == 1:
-        slots, places = ring_places(rows, config.tail_len)
+        slots, places = ring_places(every_row, config.tail_len)
         slots = jnp.where(jnp.asarray(layer.source_kind) == 1, slots, -1)
         tails = paged.put_array(tails, made.pairs, layer.cache_ordinal, slots, places)
     return dataclasses.replace(state, main_kv=tuple(main_kv), index_k=tuple(index_k), tails=tails)
@@ -96,7 +101,7 @@ def _source_rows(
     config: RuntimeConfig,
     stages: Stages,
 ) -> SourceRows:
-    """The entry that each row would close, rotated at the first position of its group."""
+    """The entry that each row of the step would close, rotated at the first position of its group."""
     model, prefix = config.model, f"layers.{layer.layer}"
     wkv = params.compressor.wkv[layer.kv_ordinal]
     before = pairs = jnp.zeros((x.shape[0], 2 * model.head_dim), jnp.float32)
@@ -125,18 +130,17 @@ def _source_rows(
     main, index_key, pairs = stages.map_rows(
         on_tile, x, before, pairs, rows.positions, num_live=rows.num_live, config=config
     )
-    return SourceRows(main_kv=main, index_key=index_key, pairs=pairs)
+    return context.all_rows(SourceRows(main_kv=main, index_key=index_key, pairs=pairs), config=config)
 
 
 def _row_before(
     pairs: Float32[Array, "T L2"], state: State, rows: Rows, layer: Layer, *, config: RuntimeConfig
 ) -> Float32[Array, "T L2"]:
     """The compressor row of the position before each row: from this step, or from the request's tail."""
-    index = jnp.arange(pairs.shape[0], dtype=jnp.int32)
-    is_here = rows.first_row < index
+    is_here = rows.first_row < rows.index
     place = jnp.maximum(rows.positions - 1, 0) % config.tail_len
     kept = state.tails[layer.cache_ordinal, jnp.maximum(rows.slots, 0), place]
-    return jnp.where(is_here[:, None], pairs[jnp.maximum(index - 1, 0)], kept)
+    return jnp.where(is_here[:, None], context.rows_before(pairs, rows.index, config=config), kept)
 
 
 def _entry_places(

@@ -39,8 +39,9 @@ RULES: dict[str, AxisRule] = {
     "vocab": None,
 }
 
-# Axes that may grow to a multiple of the devices that share them: the added rows are zero and never addressed.
-PADDED_AXES = frozenset({"engram_row"})
+# Axes that may grow to a multiple of the devices that share them. Added rows are zero and not addressed, until spare
+# expert places get replicas (`replicas.py`).
+PADDED_AXES = frozenset({"engram_row", "expert"})
 
 
 def make_mesh(dp: int, cp: int, *, devices: Sequence[Any] | None = None) -> Mesh:

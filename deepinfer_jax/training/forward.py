@@ -42,8 +42,6 @@ class _Sequences:
     """What the layers of one step share."""
 
     rows: Rows
-    context: Int[Array, "T M"]
-    exists: Array
     strength: Float32[Array, ""]
 
 
@@ -73,12 +71,13 @@ def run_sequences(
     flat = tokens.reshape(-1)
     streams, pre = embed_tokens(params, flat, config=config, stages=Stages((), {}))
     context, exists, state = memory.token_context(params.engram.token_map, state, flat, rows, config=config)
-    step = _Sequences(rows=rows, context=context, exists=exists, strength=strength)
+    memories = memory.look_up(params.engram, context, exists, config=config, stages=Stages((), {}))
+    step = _Sequences(rows=rows, strength=strength)
     flow = _no_source(streams, pre, batch)
     loads, features, distances = [], [], []
     for layer, role in zip(all_layers(config.model), layer_roles(config.model), strict=True):
         entering = memory.engram(
-            params.engram, flow.streams, context, exists, rows, layer, config=config, stages=Stages((), {})
+            params.engram, flow.streams, memories, rows.is_live, rows, layer, config=config, stages=Stages((), {})
         )
         if layer.layer in config.model.dspark_target_layer_ids:
             features.append(jnp.mean(entering.astype(jnp.float32), axis=1).astype(entering.dtype))
@@ -189,7 +188,7 @@ def _with_source(
     which, ordinal = RATIOS.index(role.ratio), role.cache_ordinal
 
     def write(params: Params, x: Array) -> State:
-        return write_sources(params, state, x, step.rows, layer, config=config, stages=Stages((), {}))
+        return write_sources(params, state, x, step.rows, step.rows, layer, config=config, stages=Stages((), {}))
 
     entries = write(params, entered.x).main_kv[which].payload[ordinal]
     apart = dataclasses.replace(params, compressor=lax.stop_gradient(params.compressor))

@@ -1,0 +1,27 @@
+"""Look-ups in an Engram table whose rows lie on all devices of the mesh."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.ops import paged
+from deepinfer_jax.ops.quant import ScaledArray
+from deepinfer_jax.parallel.exchange import peers_along, send, send_back
+
+
+def look_up(table: ScaledArray, wanted: Int[Array, "T N"], *, config: RuntimeConfig) -> ScaledArray:
+    """The packed rows [T, N, W] of a table; a negative row number gives zeros.
+
+    table: this device's rows of the whole table, the first of which has the number of its device times their count.
+    Bytes on the wire for each wanted row: its number (4 bytes) there, its packed bytes back (`exchange`).
+    """
+    peers = peers_along(config.engram_axes, config)
+    if peers.count == 1:
+        return paged.take_rows(table, wanted)
+    num_local, flat = table.payload.shape[0], wanted.reshape(-1)
+    numbers, is_item, way = send(flat, jnp.where(flat >= 0, flat // num_local, -1), peers)
+    here = jnp.where(is_item, numbers - lax.axis_index(peers.axes).astype(jnp.int32) * num_local, -1)
+    found = send_back(paged.take_rows(table, here), way)
+    return jax.tree.map(lambda a: a.reshape(*wanted.shape, *a.shape[1:]), found)
