@@ -18,7 +18,7 @@ from deepinfer_jax.config.runtime import NumericsName
 
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
 # Names in use: model, replay, kernels, engine, sampling, speculation, sharding, vision, transport, Ascend.
-LANDED: frozenset[str] = frozenset({"model", "replay", "engine", "sampling", "speculation", "vision"})
+LANDED: frozenset[str] = frozenset({"model", "replay", "engine", "sampling", "speculation", "vision", "sharding"})
 
 PREFIX = "DEEPINFER_"
 PROCESS_ENVIRON: Mapping[str, str] = os.environ
@@ -105,23 +105,23 @@ _TABLE = (
     Variable("DEEPINFER_JIT_CACHE_DIR", TEXT, None, "model", "root of the compilation cache"),
     Variable("DEEPINFER_NCCL_NUM_SMS", COUNT, 32, "", "SMs for NCCL", kind="N"),
     Variable("DEEPINFER_USERBUFFER_COMM_SMS", COUNT, 0, "", "SMs for DeepEP", kind="N"),
-    Variable("DEEPINFER_GLOO_TIMEOUT", STEPS, 14400, "sharding",
+    Variable("DEEPINFER_GLOO_TIMEOUT", STEPS, 14400, "processes",
              "seconds for a CPU collective", field="gloo_timeout_s"),
     Variable("DEEPINFER_REARRANGE_P2P_GROUPS", STEPS, 1, "", "batches of expert moves", kind="N"),
-    Variable("DEEPINFER_OVERRIDE_NUM_EXTRA_EXPERTS", COUNT, 0, "sharding",
+    Variable("DEEPINFER_OVERRIDE_NUM_EXTRA_EXPERTS", COUNT, 0, "balancing",
              "minimum number of spare expert slots", field="num_extra_experts"),
-    Variable("DEEPINFER_EXPERT_COUNT_WINDOW_SIZE", STEPS, 100, "sharding",
+    Variable("DEEPINFER_EXPERT_COUNT_WINDOW_SIZE", STEPS, 100, "balancing",
              "steps of expert statistics", field="eplb_window_steps"),
-    Variable("DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL", COUNT, 0, "sharding",
+    Variable("DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL", COUNT, 0, "balancing",
              "steps between expert rearrangements, 0 is off", field="eplb_interval_steps"),
-    Variable("DEEPINFER_REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", BOOL, False, "sharding",
+    Variable("DEEPINFER_REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", BOOL, False, "balancing",
              "rearrange on the step after a prefill", field="eplb_after_prefill"),
-    Variable("DEEPINFER_MOE_LB_STAT_INTERVAL", STEPS, 128, "sharding",
+    Variable("DEEPINFER_MOE_LB_STAT_INTERVAL", STEPS, 128, "balancing",
              "steps per balance statistic", field="moe_balance_interval_steps"),
-    Variable("DEEPINFER_FORCE_IMBALANCE_RATIO", forms.IMBALANCE, 0.0, "sharding",
+    Variable("DEEPINFER_FORCE_IMBALANCE_RATIO", forms.IMBALANCE, 0.0, "balancing",
              "benchmark: unbalanced routing, at least 1 when on"),
-    Variable("DEEPINFER_FORCE_LOAD_BALANCE", BOOL, False, "sharding", "benchmark: even routing"),
-    Variable("DEEPINFER_SHOW_EPLB_DETAIL", BOOL, False, "sharding", "table of expert loads"),
+    Variable("DEEPINFER_FORCE_LOAD_BALANCE", BOOL, False, "balancing", "benchmark: even routing"),
+    Variable("DEEPINFER_SHOW_EPLB_DETAIL", BOOL, False, "balancing", "table of expert loads"),
     Variable("DEEPINFER_PREFILL_MAX_SUM_SEQLEN_K", STEPS, 2**30, "engine",
              "cap on the summed key lengths of one prefill", field="prefill_max_key_tokens"),
     Variable("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", forms.BYTES, 10 * GIB, "engine",
@@ -137,7 +137,7 @@ _TABLE = (
              "temperature of the confidence head, one or one per draft position",
              field="confidence_temperatures"),
     Variable("DEEPINFER_ENGRAM_PAD_TOKEN", COUNT, 2, "model", "pad id for n-gram windows"),
-    Variable("DEEPINFER_ENGRAM_FORCE_GPU_STORAGE", BOOL, False, "sharding",
+    Variable("DEEPINFER_ENGRAM_FORCE_GPU_STORAGE", BOOL, False, "host tables",
              "Engram tables on the device instead of the host", field="engram_on_device"),
     Variable("DEEPINFER_SAMPLER_FORCE_TOPK", COUNT, 0, "sampling", "sample among the k best only"),
     Variable("DEEPINFER_DECODE_TOKEN_BLACKLIST", forms.RANGES, "", "sampling",

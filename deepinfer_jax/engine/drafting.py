@@ -63,7 +63,7 @@ def blank_newest(speculation: Speculation, *, num_slots: int, vocab_size: int) -
     return Newest(
         tokens=jnp.zeros((num_slots, 1 + speculation.max_drafts), jnp.int32),
         positions=jnp.zeros((num_slots,), jnp.int32),
-        survival=jnp.zeros(drafts, jnp.float32),
+        survival=jnp.zeros(drafts, jnp.float32) if speculation.max_drafts else None,
         draft_logprobs=jnp.zeros((*drafts, vocab_size), jnp.float32) if speculation.keeps_distributions else None,
     )
 
@@ -150,7 +150,7 @@ def propose(
     Also returns what the host is told of them: for each of the G drafts its id, the bits of its raw confidence, and
     the bits of its processed log-probability, one field after the other (F = 3 G).
     """
-    assert state.draft is not None
+    assert state.draft is not None and newest.survival is not None
     fields, is_drawing = chunks.fields, num_kept > 0
     slots = jnp.where(is_drawing, fields["slots"], -1)
     ends = jnp.full(newest.positions.shape, jnp.iinfo(jnp.int32).max, jnp.int32)

@@ -64,7 +64,7 @@ class LLMEngine:
         self.pipeline = Pipeline(
             loaded,
             self.sizes,
-            self.scheduler.ranks[0].page_table,
+            [rank.page_table for rank in self.scheduler.ranks],
             settings=sample_settings(config, self.model.vocab_size),
             is_guarded=not config.sync_guard_disabled,
         )
@@ -257,7 +257,8 @@ class LLMEngine:
         if saved.state is not None and self.scheduler.adopt(sequence, saved.num_written, state_end=saved.state_end):
             sequence.window_start = saved.window_start
             num_pages = self.sizes.scheduler.pages_of(saved.num_written)
-            self.pipeline.write_request(saved.state, sequence.slot, sequence.pages[:num_pages])
+            pages = sequence.pages[:num_pages]
+            self.pipeline.write_request(saved.state, sequence.slot, pages, rank=sequence.rank)
         elif saved.state is None:
             self.scheduler.add(sequence)
         self._answers.follow(sequence)

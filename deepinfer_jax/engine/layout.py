@@ -26,7 +26,7 @@ class Newest:
 
     tokens: Int32[Array, "S G1"]  # the newest token, then its drafts
     positions: Int32[Array, " S"]  # of the newest token
-    survival: Float32[Array, "S G"]  # estimated chance that a draft and all before it are accepted
+    survival: Float32[Array, "S G"] | None = None  # estimated chance that a draft and all before it are accepted
     draft_logprobs: Float32[Array, "S G V"] | None = None  # processed log-probabilities that drafts were drawn from
 
 
@@ -84,7 +84,10 @@ def place_chunks(fields: dict[str, Array], newest: Newest, allocate: Any = None)
     tokens = newest.tokens[at]
     starts = jnp.where(fields["follows"] != 0, newest.positions[at], fields["starts"])
     offered = fields["num_drafts"]
-    verified = offered if allocate is None else allocate(newest.survival[at], offered, fields["budget"][0])
+    verified = offered
+    if allocate is not None:
+        assert newest.survival is not None
+        verified = allocate(newest.survival[at], offered, fields["budget"][0])
     lengths = fields["lengths"] - offered + verified
     logit_counts = jnp.where(fields["scores"] != 0, lengths, fields["draws"] + verified)
     return Chunks(

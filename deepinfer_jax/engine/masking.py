@@ -8,13 +8,13 @@ the others go on (`StepMasks.late`).
 import time
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Int32, UInt32
 
 from deepinfer_jax.config.args import EngineConfig
 from deepinfer_jax.engine.outputs import Proposal
 from deepinfer_jax.engine.steps import Masks
+from deepinfer_jax.model.leaves import unchecked
 from deepinfer_jax.sampling.constraints import DrawState
 from deepinfer_jax.sampling.grammar.jobs import MaskJob, MaskJobs
 from deepinfer_jax.sampling.logits import Edits
@@ -149,34 +149,42 @@ class StepMasks:
         self.late: Bool[np.ndarray, " C"] = np.zeros(num_chunks, bool)
         self.edits: dict[int, list[EditArrays]] = {}
         self.errors: list[tuple[Chunk, Exception]] = []
-        self._num_rows, self._vocab_size = num_rows, vocab_size
+        self._num_rows, self.vocab_size = num_rows, vocab_size
 
     def rows_of(self, chunk: int) -> UInt32[np.ndarray, "N W"]:
         """The masks of one chunk."""
         return self.words[chunk * self._num_rows : (chunk + 1) * self._num_rows]
 
-    def on_device(self) -> Masks:
-        """The form that a step takes."""
-        words, late = jax.device_put((self.words, self.late))
-        return Masks(words=words, late=late, edits=self._device_edits())
+    @property
+    def most_edits(self) -> int:
+        """Edited tokens of the row that has most of them."""
+        return max((len(edits[0]) for path in self.edits.values() for edits in path), default=0)
 
-    def _device_edits(self) -> Edits | None:
+    def arrays(self, edit_room: int) -> Masks:
+        """The form that a step takes, with so many edits in each row."""
+        edits = self._edit_arrays(edit_room) if edit_room else None
+        return unchecked(Masks, {"words": self.words, "late": self.late, "edits": edits})
+
+    def _edit_arrays(self, room: int) -> Edits:
         found = [
             (chunk * self._num_rows + place, edits)
             for chunk, path in self.edits.items()
             for place, edits in enumerate(path)
         ]
-        most = max((len(edits[0]) for _, edits in found), default=0)
-        if not most:
-            return None
-        room = next((size for size in _EDIT_SIZES if size >= most), self._vocab_size)
         shape = (len(self.words), room)
         token_ids: Int32[np.ndarray, "M K"] = np.full(shape, -1, np.int32)
         up, down, add = np.ones(shape, np.float32), np.ones(shape, np.float32), np.zeros(shape, np.float32)
         for row, edits in found:
             for whole, own in zip((token_ids, up, down, add), edits, strict=True):
                 whole[row, : len(own)] = own
-        return Edits(**jax.device_put({"token_ids": token_ids, "up": up, "down": down, "add": add}))
+        return unchecked(Edits, {"token_ids": token_ids, "up": up, "down": down, "add": add})
+
+
+def arrays_of(masks: Sequence[StepMasks]) -> list[Masks]:
+    """The masks of all ranks in one form: with equally many edits in every row, a compiled number of them."""
+    most = max(step.most_edits for step in masks)
+    room = next((size for size in _EDIT_SIZES if size >= most), masks[0].vocab_size) if most else 0
+    return [step.arrays(room) for step in masks]
 
 
 def _proposed(chunk: Chunk) -> Sequence[int]:

@@ -13,11 +13,13 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from deepinfer_jax.engine import steps
+from deepinfer_jax.engine import mesh_steps, steps
 from deepinfer_jax.engine.buckets import StepShape
 from deepinfer_jax.engine.drafting import blank_newest
 from deepinfer_jax.engine.guard import no_device_reads
 from deepinfer_jax.engine.image_table import ImageTable
+from deepinfer_jax.engine.mesh_steps import MeshSteps
+from deepinfer_jax.engine.one_device import OneDeviceSteps
 from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal
 from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.engine.sizes import EngineSizes
@@ -40,11 +42,11 @@ class Launched:
 
     plan: Plan
     shape: StepShape
-    packed: Int32[np.ndarray, " L"]
-    computed_rows: Int32[jax.Array, " two"]
+    packed: Any  # of all ranks
+    computed_rows: Int32[jax.Array, "*ranks two"]
     waiting: tuple[jax.Array, Features | None] | None = None  # logits and features of a step that waits for masks
-    drawn: Int32[jax.Array, "three N"] | None = None
-    chunks: Int32[jax.Array, "F C"] | None = None
+    drawn: Int32[jax.Array, "*ranks three N"] | None = None
+    chunks: Int32[jax.Array, "*ranks F C"] | None = None
     best: tuple[jax.Array, jax.Array] | None = None
     image_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by digest: what was not encoded
 
@@ -61,12 +63,13 @@ class Pipeline:
         self,
         model: LoadedModel,
         sizes: EngineSizes,
-        page_table: Int32[np.ndarray, "S M"],
+        page_tables: Sequence[Int32[np.ndarray, "S M"]],
         *,
         settings: SampleSettings,
         is_guarded: bool,
     ) -> None:
-        self._model, self._sizes, self._page_table = model, sizes, page_table
+        self._model, self._sizes, self._page_tables = model, sizes, page_tables
+        self._steps = OneDeviceSteps(model.device) if model.mesh is None else MeshSteps(model.mesh)
         # The mode of replay is in the batch: steps of all modes share their programs.
         config = dataclasses.replace(model.runtime, replay_mode="off", replay_keep_tokens=0)
         self._forward: dict[str, Any] = {"config": config, "speculation": model.speculation}
@@ -119,45 +122,45 @@ class Pipeline:
         for shape in progress(self._sizes.buckets.all_shapes(is_compact=self._is_compact)):
             self._warm_up_step(shape, compiled)
         for num_copies in self._copy_sizes():
-            self._copy((), num_copies)
+            self._copy([()] * self._steps.num_ranks, num_copies)
 
     def warm_up_images(self, compiled: Callable[[str, float], None]) -> None:
         """Compiles the encoder and every step with images."""
         if self._images is None:
             raise AssertionError("this model has no vision weights")
-        with self._on_device():
+        with self._steps.on_device():
             self._images.warm_up(compiled)
         for shape in self._sizes.buckets.image_shapes(is_compact=self._is_compact):
             self._warm_up_step(shape, compiled)
 
     def _warm_up_step(self, shape: StepShape, compiled: Callable[[str, float], None]) -> None:
         start = time.perf_counter()
-        packed = self._pack(RankPlan(), shape, {} if shape.has_images else None)
-        with self._on_device():
-            result, _, self._carried = steps.run_step(
+        packed = self._pack([RankPlan()] * self._steps.num_ranks, shape, {} if shape.has_images else None)
+        with self._steps.on_device():
+            result, _, self._carried = self._steps.run_step(
                 self._model.params, self._carried, packed, self._table_of(shape), shape=shape, **self._static
             )
             for count in _TOP_COUNTS:
-                steps.best_tokens(result.logprobs, count=count)
+                self._steps.best_tokens(result.logprobs, count=count)
         jax.block_until_ready(result.drawn)
         compiled(shape.name, time.perf_counter() - start)
 
     def launch(self, plan: Plan, *, waits_for_masks: bool = False) -> Launched:
         """Puts a plan on the device: its copies, then its rows. With waits_for_masks, `sample` has to follow."""
         shape = self.shape_of(plan)
-        with self._guard(), self._on_device():
+        with self._guard(), self._steps.on_device():
             if plan.num_copies:
-                copies = plan.ranks[0].copies
-                self._copy(copies, next(size for size in self._copy_sizes() if size >= len(copies)))
-            rows, errors = self._image_rows(plan.ranks[0], shape)
-            packed, table = self._pack(plan.ranks[0], shape, rows), self._table_of(shape)
+                size = next(size for size in self._copy_sizes() if size >= plan.num_copies)
+                self._copy([rank.copies for rank in plan.ranks], size)
+            rows, errors = self._image_rows(plan, shape)
+            packed, table = self._pack(plan.ranks, shape, rows), self._table_of(shape)
             if waits_for_masks:
-                logits, features, computed_rows, self._carried = steps.run_forward(
+                logits, features, computed_rows, self._carried = self._steps.run_forward(
                     self._model.params, self._carried, packed, table, shape=shape, **self._forward
                 )
                 waiting = logits, features
                 return Launched(plan, shape, packed, computed_rows, waiting=waiting, image_errors=errors)
-            result, computed_rows, self._carried = steps.run_step(
+            result, computed_rows, self._carried = self._steps.run_step(
                 self._model.params, self._carried, packed, table, shape=shape, **self._static
             )
             launched = Launched(plan, shape, packed, computed_rows, image_errors=errors)
@@ -171,22 +174,22 @@ class Pipeline:
     def encode_ahead(self, image: ImageSpan) -> None:
         """Encodes an image of a coming step behind those that are launched, and returns at once."""
         if self._images is not None:
-            with self._guard(), self._on_device():
+            with self._guard(), self._steps.on_device():
                 self._images.encode_ahead(image)
 
-    def sample(self, launched: Launched, masks: Masks) -> None:
-        """Draws the tokens of a step that waits for masks, which must be the last one launched."""
+    def sample(self, launched: Launched, masks: Sequence[Masks]) -> None:
+        """Draws the tokens of a step that waits for masks, which must be the last one launched; masks: of each rank."""
         if launched.waiting is None:
             raise AssertionError("this step does not wait for masks")
         logits, features = launched.waiting
-        with self._guard(), self._on_device():
-            result, self._carried = steps.run_sampling(
+        with self._guard(), self._steps.on_device():
+            result, self._carried = self._steps.run_sampling(
                 self._model.params,
                 self._carried,
                 logits,
                 features,
                 launched.packed,
-                masks,
+                self._steps.place(masks),
                 shape=launched.shape,
                 **self._static,
             )
@@ -194,14 +197,22 @@ class Pipeline:
             self._keep(launched, result)
 
     def read(self, launched: Launched) -> list[ChunkDraws]:
-        """Waits for a step; what each of its chunks drew. NaN where logits were not finite."""
+        """Waits for a step; what each chunk drew, in the order of the plan. NaN where logits were not finite."""
         if launched.drawn is None:
             raise AssertionError("a step that waits for masks was read before it was sampled")
-        drawn, told, computed_rows, best = jax.device_get(
-            (launched.drawn, launched.chunks, launched.computed_rows, launched.best)
-        )
-        self.num_encoder_rows += int(computed_rows[0])
-        self.num_decoder_rows += int(computed_rows[1])
+        results = jax.device_get((launched.drawn, launched.chunks, launched.computed_rows, launched.best))
+        drawn, told, computed_rows, best = self._steps.by_rank(results)
+        self.num_encoder_rows += int(computed_rows[:, 0].sum())
+        self.num_decoder_rows += int(computed_rows[:, 1].sum())
+        found: list[ChunkDraws] = []
+        for number, rank in enumerate(launched.plan.ranks):
+            own = drawn[number], told[number], jax.tree.map(lambda part, n=number: part[n], best)
+            found += self._read_rank(rank, *own)
+        return found
+
+    def _read_rank(
+        self, plan: RankPlan, drawn: Int32[np.ndarray, "three N"], told: Int32[np.ndarray, "F C"], best: Any
+    ) -> list[ChunkDraws]:
         token_ids, (logprobs, masses) = drawn[0].tolist(), drawn[1:].view(np.float32).tolist()
 
         def row(index: int, num_top: int) -> Drawn:
@@ -209,7 +220,7 @@ class Pipeline:
 
         found: list[ChunkDraws] = []
         first = 0
-        for index, chunk in enumerate(launched.plan.ranks[0].chunks):
+        for index, chunk in enumerate(plan.chunks):
             num_kept, verified = told[:2, index].tolist()
             end = first + chunk.num_logits - chunk.num_drafts + verified
             rows = [row(i, chunk.sequence.options.params.top_logprobs) for i in range(first, end)]
@@ -237,12 +248,11 @@ class Pipeline:
             logprobs=logprobs.view(np.float32).tolist(),
         )
 
-    def read_request(self, slot: int, pages: Sequence[int]) -> State:
-        """What a request has on the device, on the host: its rings and pages. Waits for all launched steps."""
-        state = steps.read_request(self._carried.state, np.int32(slot), self._page_list(pages))
-        return jax.device_get(state)
+    def read_request(self, slot: int, pages: Sequence[int], *, rank: int) -> State:
+        """What a request has on its devices, on the host: its rings and pages. Waits for all launched steps."""
+        return self._steps.read_request(self._carried.state, slot, self._page_list(pages), rank)
 
-    def write_request(self, request: State, slot: int, pages: Sequence[int]) -> None:
+    def write_request(self, request: State, slot: int, pages: Sequence[int], *, rank: int) -> None:
         """Puts what `read_request` gave into another slot and other pages; pages beyond `pages` are left out."""
         places = self._page_list(pages)
 
@@ -252,9 +262,9 @@ class Pipeline:
             missing = max(0, len(places) - leaf.shape[1])
             return np.pad(leaf, [(0, 0), (0, missing)] + [(0, 0)] * (leaf.ndim - 2))[:, : len(places)]
 
-        with self._on_device():
+        with self._steps.on_device():
             request = jax.tree_util.tree_map_with_path(fit, request)
-            self._carried = steps.write_request(self._carried, request, np.int32(slot), places)
+            self._carried = self._steps.write_request(self._carried, request, slot, places, rank)
 
     def _page_list(self, pages: Sequence[int]) -> Int32[np.ndarray, " M"]:
         """Padded to a compiled number of pages."""
@@ -269,57 +279,62 @@ class Pipeline:
         most = max(counts, default=0)
         if most:
             count = next(size for size in _TOP_COUNTS if size >= most)
-            launched.best = steps.best_tokens(result.logprobs, count=count)
+            launched.best = self._steps.best_tokens(result.logprobs, count=count)
         launched.drawn, launched.chunks = result.drawn, result.chunks  # the distributions are dropped here
         for array in jax.tree.leaves((launched.drawn, launched.chunks, launched.computed_rows, launched.best)):
             array.copy_to_host_async()
 
-    def _copy(self, copies: Sequence[Copy], num_copies: int) -> None:
-        with self._on_device():
-            self._carried = steps.copy_states(self._carried, pack_copies(copies, num_copies=num_copies))
+    def _copy(self, by_rank: Sequence[Sequence[Copy]], num_copies: int) -> None:
+        with self._steps.on_device():
+            packed = self._steps.place([pack_copies(copies, num_copies=num_copies) for copies in by_rank])
+            self._carried = self._steps.copy_states(self._carried, packed)
 
     def _copy_sizes(self) -> tuple[int, ...]:
         """Compiled numbers of copies: few, and as many as a plan may have."""
         return _FIRST_COPIES, max(_FIRST_COPIES, 2 * self._sizes.num_state_slots)
 
-    def _image_rows(self, plan: RankPlan, shape: StepShape) -> tuple[dict[str, int] | None, dict[str, Exception]]:
+    def _image_rows(self, plan: Plan, shape: StepShape) -> tuple[dict[str, int] | None, dict[str, Exception]]:
         """Where the images of a step are in the table, by digest; None for a step without. And what failed."""
         if not shape.has_images:
             return None, {}
         if self._images is None:
             raise AssertionError("images were taken in for a model without vision weights")
-        return self._images.use(plan.images)
+        return self._images.use(image for rank in plan.ranks for image in rank.images)
 
     def _table_of(self, shape: StepShape) -> jax.Array | None:
         return self._images.features if self._images is not None and shape.has_images else None
 
-    def _pack(
-        self, plan: RankPlan, shape: StepShape, image_rows: dict[str, int] | None = None
-    ) -> Int32[np.ndarray, " L"]:
-        return pack_step(
-            plan,
-            self._page_table,
-            num_chunks=shape.num_chunks,
-            num_tokens=shape.num_rows,
-            num_pages=shape.num_pages,
-            max_drafts=self._model.speculation.max_drafts,
-            image_rows=image_rows,
-        )
-
-    def _on_device(self) -> Any:
-        return jax.default_device(self._model.device)
+    def _pack(self, ranks: Sequence[RankPlan], shape: StepShape, image_rows: dict[str, int] | None = None) -> Any:
+        packed = [
+            pack_step(
+                plan,
+                table,
+                num_chunks=shape.num_chunks,
+                num_tokens=shape.num_rows,
+                num_pages=shape.num_pages,
+                max_drafts=self._model.speculation.max_drafts,
+                image_rows=image_rows,
+            )
+            for plan, table in zip(ranks, self._page_tables, strict=True)
+        ]
+        return self._steps.place(packed)
 
     def _blank(self) -> Carried:
-        num_slots, speculation = self._sizes.num_state_slots, self._model.speculation
-        with self._on_device():
-            state = init_state(
-                self._model.runtime,
-                num_slots=num_slots,
-                num_pages=self._sizes.scheduler.num_pages,
-                with_draft=speculation.max_drafts > 0,
-            )
-            newest = blank_newest(speculation, num_slots=num_slots, vocab_size=self._model.runtime.model.vocab_size)
+        speculation, runtime = self._model.speculation, self._model.runtime
+        num_slots = self._sizes.num_state_slots * self._steps.num_ranks
+        num_pages = self._sizes.scheduler.num_pages * self._steps.num_ranks
+
+        def make() -> Carried:
+            state = init_state(runtime, num_slots=num_slots, num_pages=num_pages, with_draft=speculation.max_drafts > 0)
+            newest = blank_newest(speculation, num_slots=num_slots, vocab_size=runtime.model.vocab_size)
             return Carried(state=state, newest=newest)
+
+        return self._steps.blank(make)
+
+
+def num_compiled() -> int:
+    """How many versions of the step functions this process has compiled so far."""
+    return steps.num_compiled() + mesh_steps.num_compiled()
 
 
 def _best_of(best: Any, row: int, count: int) -> tuple[tuple[float, int], ...]:

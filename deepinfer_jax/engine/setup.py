@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
 from deepinfer_jax.checkpoint.embedded import embedded_model
 from deepinfer_jax.checkpoint.load import TOKENIZER_NAME, LoadFormat, load_model
@@ -18,6 +19,7 @@ from deepinfer_jax.config.places import cache_folder, writable_folder
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.drafting import Speculation
 from deepinfer_jax.model.params import Params
+from deepinfer_jax.parallel.mesh import make_mesh
 from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -35,19 +37,22 @@ class LoadedModel:
     runtime: RuntimeConfig
     tokenizer: Tokenizer | None
     max_model_len: int  # tokens of prompt and output
-    device: Any  # of JAX
+    device: Any  # of JAX; the first one of the mesh
+    mesh: Mesh | None = None  # None: one device
     speculation: Speculation = Speculation()
 
 
 def load_engine_model(config: EngineConfig) -> LoadedModel:
     """The model, tokenizer and device of a configuration. Raises ValueError for whatever does not fit."""
     device, target = choose_device(config.device)
+    mesh = make_engine_mesh(config, device)
     keep_compiled_programs(config.jit_cache_dir)
     location = locate_configured(config)
     load_format: LoadFormat = "dummy" if config.load_format == "dummy" else "auto"
     with jax.default_device(device):
         params, model = load_model(
             location,
+            mesh=mesh,
             load_format=load_format,
             seed=config.seed or 0,
             with_draft=config.num_draft_tokens > 0,
@@ -62,8 +67,15 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
         tokenizer=find_tokenizer(config, location, model),
         max_model_len=context_limit(config, model),
         device=device,
+        mesh=mesh,
         speculation=speculation,
     )
+
+
+def make_engine_mesh(config: EngineConfig, device: Any) -> Mesh | None:
+    """The mesh of a configuration on the devices of one kind; None for one device. Raises ValueError for too few."""
+    dp, cp = config.mesh_shape
+    return None if dp * cp == 1 else make_mesh(dp, cp, devices=jax.devices(device.platform))
 
 
 def choose_device(name: str) -> tuple[Any, str]:
@@ -161,6 +173,8 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str, max_d
         replay_keep_tokens=config.replay_keep_tokens,
         kernels=config.kernels,
         target=target,
+        dp=config.mesh_shape[0],
+        cp=config.mesh_shape[1],
     )
 
 

@@ -67,6 +67,7 @@ def engine_sizes(config: EngineConfig, model: LoadedModel) -> EngineSizes:
     )
     max_decode_rows = 1 + model.speculation.max_drafts
     scheduler = SchedulerConfig(
+        num_ranks=runtime.dp,
         num_kv_tokens=_num_kv_tokens(config, model, cache, num_slots=num_slots, max_num_seqs=max_num_seqs),
         page_tokens=runtime.page_tokens,
         max_num_seqs=max_num_seqs,

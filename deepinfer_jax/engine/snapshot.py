@@ -55,7 +55,7 @@ def take(sequence: Sequence, pipeline: Pipeline, *, fingerprint: str, page_token
     is_scoring = sequence.scores_prompt and not sequence.output  # its scores so far are not kept: it starts anew
     if sequence.slot >= 0 and num_written > 0 and not is_scoring:
         pages = sequence.pages[: -(-num_written // page_tokens)]
-        state = _trim(pipeline.read_request(sequence.slot, pages), len(pages))
+        state = _trim(pipeline.read_request(sequence.slot, pages, rank=sequence.rank), len(pages))
     return RequestSnapshot(
         fingerprint=fingerprint,
         prompt=tuple(sequence.prompt),

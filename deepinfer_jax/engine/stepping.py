@@ -15,11 +15,10 @@ from typing import Protocol, runtime_checkable
 
 from deepinfer_jax.engine.constraints import GRAMMAR_FAILED
 from deepinfer_jax.engine.images import IMAGE_FAILED
-from deepinfer_jax.engine.masking import MaskMaker, needs_host
+from deepinfer_jax.engine.masking import MaskMaker, arrays_of, needs_host
 from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal, Round
-from deepinfer_jax.engine.pipeline import Launched, Pipeline
+from deepinfer_jax.engine.pipeline import Launched, Pipeline, num_compiled
 from deepinfer_jax.engine.stats import EngineStats
-from deepinfer_jax.engine.steps import num_compiled
 from deepinfer_jax.sampling.constraints import DrawState
 from deepinfer_jax.sampling.grammar import GrammarError
 from deepinfer_jax.scheduler import sequence as scheduling
@@ -153,15 +152,16 @@ class StepLoop:
         if launched not in self._in_flight:
             return  # a step in front broke
         try:
-            masks = self._masks.make(launched.plan.ranks[0], num_chunks=launched.shape.num_chunks)
-            for chunk, error in masks.errors:
+            made = [self._masks.make(rank, num_chunks=launched.shape.num_chunks) for rank in launched.plan.ranks]
+            for chunk, error in (error for masks in made for error in masks.errors):
                 self._scheduler.end(chunk.sequence.request_id, GRAMMAR_FAILED, error=error)
-            self._pipeline.sample(launched, masks.on_device())
+            self._pipeline.sample(launched, arrays_of(made))
         except Exception as error:  # noqa: BLE001 - ends this step, not the engine
             self._fail(launched.plan, error)
             return
-        for index in masks.late.nonzero()[0]:
-            launched.plan.ranks[0].chunks[index].sequence.is_held = True
+        for rank, masks in zip(launched.plan.ranks, made, strict=True):
+            for index in masks.late.nonzero()[0]:
+                rank.chunks[index].sequence.is_held = True
 
     def _release_held(self, *, wait_s: float) -> None:
         """Lets requests take part again whose masks are ready, after a wait if there is nothing else to do."""
@@ -193,7 +193,7 @@ class StepLoop:
         found: dict[str, list[Drawn]] = {}
         rounds: dict[str, Round] = {}
         failures: dict[str, _Failure] = {}
-        for chunk, draws in zip(plan.ranks[0].chunks, drawn, strict=True):
+        for chunk, draws in zip(plan.chunks, drawn, strict=True):
             if chunk.is_stale:
                 continue
             sequence = chunk.sequence

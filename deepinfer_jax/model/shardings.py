@@ -6,14 +6,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
 
 from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.leaves import LeafSpec
 from deepinfer_jax.model.params import Params, build_params
 from deepinfer_jax.model.parts import wanted_schema
 from deepinfer_jax.model.state import State
-from deepinfer_jax.parallel.mesh import AnyMesh, Rules, padded_shape, sharding_for
+from deepinfer_jax.parallel.mesh import AnyMesh, Rules, merged_rules, padded_shape, sharding_for
 
 _PAGED = ("source", "page", "entry", "latent")
 _STATE_AXES: dict[str, tuple[str, ...]] = {
@@ -89,3 +90,23 @@ def state_shardings(state: State, mesh: AnyMesh | None, rules: Rules | None = No
         return sharding_for(mesh, _STATE_AXES[field], array.shape, rules=rules, name=name)
 
     return jax.tree_util.tree_map_with_path(shard, state)
+
+
+def step_specs(params: Params, config: RuntimeConfig) -> Params:
+    """How a step on a mesh takes parameters in (`jax.shard_map`): experts and Engram rows in pieces, all else whole."""
+
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        names = [str(getattr(key, "name", "")) for key in path]
+        if "experts" in names:
+            return PartitionSpec(None, config.expert_axes)
+        if names[:2] == ["engram", "embed"]:
+            return PartitionSpec(config.engram_axes)
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def spread_axes(rules: Rules | None, name: str) -> tuple[str, ...]:
+    """The mesh axes of "expert" or "engram_row" under a rules table; with none, every device has all of them."""
+    rule = merged_rules(rules)[name]
+    return (rule,) if isinstance(rule, str) else tuple(rule or ())

@@ -90,7 +90,7 @@ def place_of_rows(index: Any, *, cp: int, tile: int) -> tuple[Any, Any]:
     turn, step = block // cp, block % cp
     is_back = turn % 2
     owner = is_back * (cp - 1 - step) + (1 - is_back) * step
-    is_row = index >= 0
+    is_row = (index >= 0).astype(index.dtype)
     return owner * is_row, (turn * tile + offset + 1) * is_row - 1
 
 

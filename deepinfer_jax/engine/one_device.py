@@ -1,0 +1,51 @@
+"""The compiled steps on one device, with the interface of `engine/mesh_steps.py`: one rank, and no axis for it."""
+
+import contextlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from deepinfer_jax.engine import steps
+from deepinfer_jax.engine.steps import Carried
+from deepinfer_jax.model.state import State
+
+
+class OneDeviceSteps:
+    """The functions of `engine/steps.py` that an engine runs, for one device."""
+
+    num_ranks = 1
+    run_step = staticmethod(steps.run_step)
+    run_forward = staticmethod(steps.run_forward)
+    run_sampling = staticmethod(steps.run_sampling)
+    copy_states = staticmethod(steps.copy_states)
+    best_tokens = staticmethod(steps.best_tokens)
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def place(self, by_rank: Any) -> Any:
+        """The one rank's host arrays; a jitted call takes them along."""
+        [own] = by_rank
+        return own
+
+    def blank(self, make: Any) -> Carried:
+        """What `make()` makes."""
+        with self.on_device():
+            return make()
+
+    def by_rank(self, told: Any) -> Any:
+        """Results that were fetched to the host, with a leading axis of ranks."""
+        return jax.tree.map(lambda leaf: leaf[None], told)
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Where arrays that a step takes are made."""
+        return jax.default_device(self._device)
+
+    def read_request(self, state: State, slot: int, pages: Any, rank: int) -> State:
+        """See `steps.read_request`; on the host. Waits for all launched steps."""
+        return jax.device_get(steps.read_request(state, np.int32(slot), pages))
+
+    def write_request(self, carried: Carried, request: State, slot: int, pages: Any, rank: int) -> Carried:
+        """See `steps.write_request`."""
+        return steps.write_request(carried, request, np.int32(slot), pages)
