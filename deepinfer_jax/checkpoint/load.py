@@ -42,12 +42,13 @@ def load_model(
     progress: bool = True,
     with_draft: bool = False,
     with_vision: bool = False,
+    spare_experts: int = 0,
 ) -> tuple[Params, ModelConfig]:
     """Parameters and config of a checkpoint directory or a Hugging Face id.
 
     A config file in place of a directory, or load_format="dummy", gives random parameters of that shape, drawn
     from `seed`. revision: of a Hugging Face id; None is the newest one, or the cached one without a network.
-    with_draft, with_vision: see `load_params`.
+    with_draft, with_vision, spare_experts: see `load_params`.
     """
     needs_weights = load_format != "dummy"
     location = locate_model(path_or_id, revision=revision, needs_weights=needs_weights)
@@ -56,7 +57,7 @@ def load_model(
         params = init_params(config, seed=seed)
         params = with_random_draft(params, config, seed=seed) if with_draft else params
         params = with_random_vision(params, config, seed=seed) if with_vision else params
-        return place_params(params, config, mesh=mesh, rules=rules), config
+        return place_params(params, config, mesh=mesh, rules=rules, spare_experts=spare_experts), config
     params = load_params(
         location,
         config,
@@ -65,6 +66,7 @@ def load_model(
         progress=progress,
         with_draft=with_draft,
         with_vision=with_vision,
+        spare_experts=spare_experts,
     )
     return params, config
 
@@ -79,14 +81,15 @@ def load_params(
     weights_file: str | Path | None = None,
     with_draft: bool = False,
     with_vision: bool = False,
+    spare_experts: int = 0,
 ) -> Params:
     """The text network of a checkpoint directory, in its stored form, on the devices of `mesh`.
 
     Every tensor of the checkpoint is checked against the config before the first one is read. Draft tensors are left
     out without `with_draft`, and `Params.draft` is None then, and for a model that has no draft stages; vision tensors
     and `Params.vision` in the same way without `with_vision`. Without a mesh, arrays are on the default device,
-    uncommitted. On a mesh, Engram tables get zero rows up to a multiple of the devices that share them; no other size
-    is changed.
+    uncommitted. On a mesh, Engram tables and experts get zeros up to a multiple of the devices that share them; no
+    other size is changed. spare_experts: places of each layer beyond its experts, at least (see `Params.moe`).
     weights_file: one safetensors file instead of the files of the directory. Weights without scales (BF16 or F32)
     become a `ScaledArray` with scale None. Raises ValueError, naming tensor and file, for whatever does not fit.
     """
@@ -96,7 +99,7 @@ def load_params(
     check_coverage(shards, expected_tensors(config, is_quantized=shards.is_quantized))
     compressed = _token_map(directory, config)
     wanted = wanted_schema(config, with_draft=with_draft, with_vision=with_vision)
-    specs = {spec.path: placed_spec(spec, mesh, rules) for spec in wanted}
+    specs = {spec.path: placed_spec(spec, mesh, rules, spare_experts=spare_experts) for spec in wanted}
     for spec in specs.values():
         _check_shardings(spec, mesh, rules)
     total_bytes = sum(spec.num_bytes for spec in specs.values())
@@ -118,13 +121,15 @@ def load_params(
     return build_params(leaves, config)
 
 
-def place_params(params: Params, config: ModelConfig, *, mesh: Mesh | None, rules: Rules | None = None) -> Params:
+def place_params(
+    params: Params, config: ModelConfig, *, mesh: Mesh | None, rules: Rules | None = None, spare_experts: int = 0
+) -> Params:
     """Parameters that fit on one device, laid out on a mesh as loading does it; unchanged without one."""
     if mesh is None:
         return params
     leaves: dict[str, Any] = {}
     for spec in schema_of(params, config):
-        placed = placed_spec(spec, mesh, rules)
+        placed = placed_spec(spec, mesh, rules, spare_experts=spare_experts)
         leaf = leaf_at(params, spec.path)
         if not isinstance(leaf, ScaledArray):
             leaves[spec.path] = _place(placed, "payload", np.asarray(leaf), mesh, rules)

@@ -66,6 +66,9 @@ def read_slice(source: LeafSource, index: Index) -> np.ndarray:
     lead_bounds = bounds[:num_lead]
     stack = np.empty((*(len(b) for b in lead_bounds), *inner_shape), source.dtype)
     for target, lead in zip(np.ndindex(*stack.shape[:num_lead]), itertools.product(*lead_bounds), strict=True):
+        if any(place >= size for place, size in zip(lead, source.lead_shape, strict=True)):
+            stack[target] = np.zeros((), source.dtype)  # a place that the file has no tensor for
+            continue
         position = int(np.ravel_multi_index(lead, source.lead_shape))
         stack[target] = _read(source, source.tensors[position], inner)
     return stack

@@ -17,8 +17,10 @@ from deepinfer_jax.config.forms import BOOL, COUNT, GIB, STEPS, TEXT, Form, Valu
 from deepinfer_jax.config.runtime import NumericsName
 
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
-# Names in use: model, replay, kernels, engine, sampling, speculation, sharding, vision, transport, Ascend.
-LANDED: frozenset[str] = frozenset({"model", "replay", "engine", "sampling", "speculation", "vision", "sharding"})
+# Names in use beside these: kernels, processes, routing studies, host tables, transport, Ascend.
+LANDED: frozenset[str] = frozenset(
+    {"model", "replay", "engine", "sampling", "speculation", "vision", "sharding", "balancing"}
+)
 
 PREFIX = "DEEPINFER_"
 PROCESS_ENVIRON: Mapping[str, str] = os.environ
@@ -116,12 +118,12 @@ _TABLE = (
              "steps between expert rearrangements, 0 is off", field="eplb_interval_steps"),
     Variable("DEEPINFER_REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE", BOOL, False, "balancing",
              "rearrange on the step after a prefill", field="eplb_after_prefill"),
-    Variable("DEEPINFER_MOE_LB_STAT_INTERVAL", STEPS, 128, "balancing",
+    Variable("DEEPINFER_MOE_LB_STAT_INTERVAL", STEPS, 128, "routing studies",
              "steps per balance statistic", field="moe_balance_interval_steps"),
-    Variable("DEEPINFER_FORCE_IMBALANCE_RATIO", forms.IMBALANCE, 0.0, "balancing",
+    Variable("DEEPINFER_FORCE_IMBALANCE_RATIO", forms.IMBALANCE, 0.0, "routing studies",
              "benchmark: unbalanced routing, at least 1 when on"),
-    Variable("DEEPINFER_FORCE_LOAD_BALANCE", BOOL, False, "balancing", "benchmark: even routing"),
-    Variable("DEEPINFER_SHOW_EPLB_DETAIL", BOOL, False, "balancing", "table of expert loads"),
+    Variable("DEEPINFER_FORCE_LOAD_BALANCE", BOOL, False, "routing studies", "benchmark: even routing"),
+    Variable("DEEPINFER_SHOW_EPLB_DETAIL", BOOL, False, "routing studies", "table of expert loads"),
     Variable("DEEPINFER_PREFILL_MAX_SUM_SEQLEN_K", STEPS, 2**30, "engine",
              "cap on the summed key lengths of one prefill", field="prefill_max_key_tokens"),
     Variable("DEEPINFER_INDEX_ATTN_MEMORY_LIMIT", forms.BYTES, 10 * GIB, "engine",

@@ -104,6 +104,10 @@ class EngineConfig:
     grammar_whitespace: int  # characters
     multi_modal_buffer_size: int  # encoded images
     image_worker_timeout_s: float
+    num_extra_experts: int  # of each layer
+    eplb_window_steps: int
+    eplb_interval_steps: int
+    eplb_after_prefill: bool
     # (variable, value) of those variables that have no field of their own yet.
     others: tuple[tuple[str, Value], ...]
     # (field or variable, source) in the order of `describe`.

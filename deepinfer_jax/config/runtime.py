@@ -54,6 +54,7 @@ class RuntimeConfig:
     dp: int = 1  # devices along the mesh's data-parallel axis; a step of several runs inside `shard_map`
     cp: int = 1  # and along its context-parallel one
     splits_rows: bool = True  # whether the devices of one dp rank share its rows; else each computes all of them
+    counts_experts: bool = False  # whether a step counts the rows that chose each expert
     expert_axes: tuple[str, ...] = ("dp", "cp")  # mesh axes that the experts are spread over
     engram_axes: tuple[str, ...] = ("dp", "cp")  # and the rows of the Engram tables
 

@@ -62,6 +62,17 @@ class Constraints:
             )
         return self._pool.submit(request)
 
+    def behind(self, params: SamplingParams, prompt: abc.Sequence[int], output: abc.Sequence[int]) -> DrawState | None:
+        """The state of a request that goes on behind known tokens; waits for its grammar.
+
+        Raises ValueError for tokens that the grammar does not allow.
+        """
+        ticket = self.compile(params)
+        try:
+            return self.build(params, prompt, ticket.result() if ticket else None, output)
+        except GrammarError as error:
+            raise ValueError(f"the tokens so far do not fit so_args: {error}; change so_args or num_tokens") from error
+
     def build(
         self,
         params: SamplingParams,

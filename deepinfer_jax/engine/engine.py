@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import logging
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deepinfer_jax.config.args import EngineArgs, EngineConfig, resolve
@@ -26,8 +26,8 @@ from deepinfer_jax.engine.sizes import engine_sizes
 from deepinfer_jax.engine.stats import EngineStats, scheduler_gauges
 from deepinfer_jax.engine.stepping import StepLoop
 from deepinfer_jax.engine.warmup import ImageSteps, check_policy, warm_up
-from deepinfer_jax.sampling.constraints import DrawState
-from deepinfer_jax.sampling.grammar import GrammarError, GrammarTicket
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.sampling.grammar import GrammarTicket
 from deepinfer_jax.sampling.params import SamplingParams, derived_seed, request_seed
 from deepinfer_jax.scheduler import sequence as scheduling
 from deepinfer_jax.scheduler.batching import RequestOptions
@@ -57,7 +57,7 @@ class LLMEngine:
         self.config = config
         loaded = load_engine_model(config)
         self.model, self.tokenizer, self.max_model_len = loaded.runtime.model, loaded.tokenizer, loaded.max_model_len
-        self.runtime, self.params = loaded.runtime, loaded.params
+        self.runtime = loaded.runtime
         self.sizes = engine_sizes(config, loaded)
         check_policy(verification, is_async=config.async_scheduling)
         self.scheduler = Scheduler(self.sizes.scheduler, verification)
@@ -102,6 +102,11 @@ class LLMEngine:
     def from_engine_args(cls, args: EngineArgs, *, hooks: EngineHooks | None = None) -> "LLMEngine":
         """An engine for arguments under the process environment."""
         return cls(resolve(args), hooks=hooks)
+
+    @property
+    def params(self) -> Params:
+        """The weights as they lie now; experts may move between steps."""
+        return self.pipeline.params
 
     def add_request(
         self,
@@ -225,7 +230,7 @@ class LLMEngine:
                 raise ValueError("prompt_logprobs=True is not for forks, whose prompt is known; leave it False")
             params = self.intake.read_params(sampling_params)
             options, limits = self._options_of(params), intake.limits_of(params)
-            constraint = self._constraint_behind(params, parent.prompt, parent.output[:num_kept])
+            constraint = self._constraints.behind(params, parent.prompt, parent.output[:num_kept])
         elif constraint is not None and num_kept <= len(parent.output):
             constraint = constraint.fork()
             constraint.rollback(len(parent.output) - num_kept)
@@ -251,7 +256,7 @@ class LLMEngine:
         self._require_new(request_id)
         snapshot.check(saved, fingerprint=self.fingerprint())
         sequence = snapshot.sequence_of(saved, request_id, intake.limits_of(saved.params))
-        state = self._constraint_behind(saved.params, saved.prompt, saved.output)
+        state = self._constraints.behind(saved.params, saved.prompt, saved.output)
         sequence.options = dataclasses.replace(sequence.options, constraint=state)
         self._image_steps.expect(sequence)
         if saved.state is not None and self.scheduler.adopt(sequence, saved.num_written, state_end=saved.state_end):
@@ -329,7 +334,7 @@ class LLMEngine:
             self._constraints.close()
             self.intake.close()
             self._loop.close()
-            del self.pipeline, self.params, self._loop
+            del self.pipeline, self._loop
 
     def _require_new(self, request_id: str) -> None:
         self._require_open()
@@ -370,16 +375,6 @@ class LLMEngine:
     def _refuse(self, sequence: scheduling.Sequence, reason: str) -> None:
         sequence.finish_reason = reason
         self._answers.close(sequence)
-
-    def _constraint_behind(
-        self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
-    ) -> DrawState | None:
-        """The constraint of a request that goes on behind known tokens; waits for its grammar."""
-        ticket = self._constraints.compile(params)
-        try:
-            return self._constraints.build(params, prompt, ticket.result() if ticket else None, output)
-        except GrammarError as error:
-            raise ValueError(f"the tokens so far do not fit so_args: {error}; change so_args or num_tokens") from error
 
     def _options_of(self, params: SamplingParams, index: int | None = None) -> RequestOptions:
         if index is None:  # the next of this engine

@@ -19,11 +19,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
+from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.steps import COMPILER_OPTIONS, Carried
 from deepinfer_jax.model.leaves import unchecked
+from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.shardings import step_specs
 from deepinfer_jax.model.state import State
+from deepinfer_jax.parallel import replicas
 from deepinfer_jax.parallel.mesh import CP, DP
 
 _RANKS = P(DP)
@@ -42,6 +45,7 @@ _CARRIED = unchecked(
         "newest": _RANKS,
     },
 )
+_COUNTED = P()
 _STATIC = ("shape", "config", "settings", "speculation")
 _step = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
@@ -86,6 +90,16 @@ class MeshSteps:
         """See `steps.copy_states`."""
         return _copy_states(carried, copies, mesh=self.mesh)
 
+    def move_experts(self, params: Params, layer: int, sources: Any, *, config: RuntimeConfig) -> Params:
+        """The parameters with experts of one layer in new places (`parallel/replicas.py`); their table is as it was."""
+        moved = _move_experts(params.moe.experts, np.int32(layer), sources, config=config, mesh=self.mesh)
+        return dataclasses.replace(params, moe=dataclasses.replace(params.moe, experts=moved))
+
+    def with_table(self, params: Params, table: Int32[np.ndarray, "N E K"]) -> Params:
+        """The parameters with another replica table, on every device."""
+        placed = _place(table, NamedSharding(self.mesh, P()))
+        return dataclasses.replace(params, moe=dataclasses.replace(params.moe, replicas=placed))
+
     def best_tokens(self, logprobs: Any, *, count: int) -> Any:
         """See `steps.best_tokens`."""
         return _best_tokens(logprobs, count=count, mesh=self.mesh)
@@ -110,28 +124,28 @@ class MeshSteps:
 
 def num_compiled() -> int:
     """How many versions of these step functions this process has compiled so far."""
-    functions: tuple[Any, ...] = (_run_step, _run_forward, _run_sampling, _copy_states, _best_tokens)
+    functions: tuple[Any, ...] = (_run_step, _run_forward, _run_sampling, _copy_states, _best_tokens, _move_experts)
     return sum(function._cache_size() for function in functions)
 
 
 @functools.partial(_step, static_argnames=(*_STATIC, "mesh"), donate_argnames=("carried",))
 def _run_step(params: Any, carried: Any, packed: Any, images: Any, *, mesh: Mesh, **static: Any) -> Any:
     def body(params: Any, carried: Any, packed: Any, images: Any) -> Any:
-        result, rows, carried = _plain(steps.run_step)(params, carried, packed[0], images, **static)
-        return _told(result), _shared(rows[None]), carried
+        result, computed, carried = _plain(steps.run_step)(params, carried, packed[0], images, **static)
+        return _told(result), _counted(computed), carried
 
     inputs = (step_specs(params, static["config"]), _CARRIED, _RANKS, P())
-    return _on(mesh, body, inputs, (_result_specs(), _shared_spec(), _CARRIED))(params, carried, packed, images)
+    return _on(mesh, body, inputs, (_result_specs(), _COUNTED, _CARRIED))(params, carried, packed, images)
 
 
 @functools.partial(_step, static_argnames=("shape", "config", "speculation", "mesh"), donate_argnames=("carried",))
 def _run_forward(params: Any, carried: Any, packed: Any, images: Any, *, mesh: Mesh, **static: Any) -> Any:
     def body(params: Any, carried: Any, packed: Any, images: Any) -> Any:
-        logits, features, rows, carried = _plain(steps.run_forward)(params, carried, packed[0], images, **static)
-        return logits[None], _lead(features), _shared(rows[None]), carried
+        logits, features, computed, carried = _plain(steps.run_forward)(params, carried, packed[0], images, **static)
+        return logits[None], _lead(features), _counted(computed), carried
 
     inputs = (step_specs(params, static["config"]), _CARRIED, _RANKS, P())
-    outputs = (_RANKS, _DEVICES, _shared_spec(), _CARRIED)
+    outputs = (_RANKS, _DEVICES, _COUNTED, _CARRIED)
     return _on(mesh, body, inputs, outputs)(params, carried, packed, images)
 
 
@@ -186,6 +200,13 @@ def _write_request(carried: Any, request: Any, slot: Any, pages: Any, rank: Any,
     return _on(mesh, body, (_CARRIED, P(), P(), P(), P()), _CARRIED)(carried, request, slot, pages, rank)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("experts",))
+def _move_experts(experts: Any, layer: Any, sources: Any, *, config: RuntimeConfig, mesh: Mesh) -> Any:
+    spec = P(None, config.expert_axes)
+    body = functools.partial(replicas.move_layer, config=config)
+    return _on(mesh, body, (spec, P(), P()), spec)(experts, layer, sources)
+
+
 def _on(mesh: Mesh, body: Any, inputs: Any, outputs: Any) -> Any:
     # What lies on all devices of a rank is computed by all of them alike; the checker cannot know that.
     return jax.shard_map(body, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
@@ -204,6 +225,12 @@ def _told(result: steps.StepResult) -> steps.StepResult:
     """What a rank's step gives, the small part of it where every process can read it."""
     led = _lead(result)
     return dataclasses.replace(led, drawn=_shared(led.drawn), chunks=_shared(led.chunks))
+
+
+def _counted(computed: steps.Computed) -> steps.Computed:
+    """The counts of all devices together: rows of a rank are computed by its cp devices, but counted once."""
+    rows = lax.psum(computed.rows, DP)
+    return steps.Computed(rows=rows, loads=None if computed.loads is None else lax.psum(computed.loads, (DP, CP)))
 
 
 def _shared(by_rank: Array) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from deepinfer_jax.engine import mesh_steps, steps
+from deepinfer_jax.engine.balancing import ExpertBalancer
 from deepinfer_jax.engine.buckets import StepShape
 from deepinfer_jax.engine.drafting import blank_newest
 from deepinfer_jax.engine.guard import no_device_reads
@@ -23,8 +24,9 @@ from deepinfer_jax.engine.one_device import OneDeviceSteps
 from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal
 from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.engine.sizes import EngineSizes
-from deepinfer_jax.engine.steps import Carried, Masks, StepResult
+from deepinfer_jax.engine.steps import Carried, Computed, Masks, StepResult
 from deepinfer_jax.model.backbone import Features
+from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import PAGED_LEAVES, State, init_state
 from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.scheduler.batching import pack_copies, pack_step
@@ -43,7 +45,7 @@ class Launched:
     plan: Plan
     shape: StepShape
     packed: Any  # of all ranks
-    computed_rows: Int32[jax.Array, "*ranks two"]
+    computed: Computed
     waiting: tuple[jax.Array, Features | None] | None = None  # logits and features of a step that waits for masks
     drawn: Int32[jax.Array, "*ranks three N"] | None = None
     chunks: Int32[jax.Array, "*ranks F C"] | None = None
@@ -74,6 +76,14 @@ class Pipeline:
         config = dataclasses.replace(model.runtime, replay_mode="off", replay_keep_tokens=0)
         self._forward: dict[str, Any] = {"config": config, "speculation": model.speculation}
         self._static: dict[str, Any] = {**self._forward, "settings": settings}
+        self._params = model.params
+        self.balancer: ExpertBalancer | None = None
+        if model.balance is not None:
+            shape = config.model
+            self.balancer = ExpertBalancer(
+                model.balance, num_layers=shape.num_hidden_layers, num_experts=shape.n_routed_experts
+            )
+            self._params = self._mesh_steps.with_table(self._params, self.balancer.table())
         self._temperatures = np.asarray(model.speculation.temperatures, np.float64)
         self._is_compact = model.runtime.replay_mode == "compact"
         self._guard: Callable[[], Any] = no_device_reads if is_guarded else contextlib.nullcontext
@@ -138,7 +148,7 @@ class Pipeline:
         packed = self._pack([RankPlan()] * self._steps.num_ranks, shape, {} if shape.has_images else None)
         with self._steps.on_device():
             result, _, self._carried = self._steps.run_step(
-                self._model.params, self._carried, packed, self._table_of(shape), shape=shape, **self._static
+                self._params, self._carried, packed, self._table_of(shape), shape=shape, **self._static
             )
             for count in _TOP_COUNTS:
                 self._steps.best_tokens(result.logprobs, count=count)
@@ -147,6 +157,7 @@ class Pipeline:
 
     def launch(self, plan: Plan, *, waits_for_masks: bool = False) -> Launched:
         """Puts a plan on the device: its copies, then its rows. With waits_for_masks, `sample` has to follow."""
+        self._rebalance()
         shape = self.shape_of(plan)
         with self._guard(), self._steps.on_device():
             if plan.num_copies:
@@ -155,17 +166,38 @@ class Pipeline:
             rows, errors = self._image_rows(plan, shape)
             packed, table = self._pack(plan.ranks, shape, rows), self._table_of(shape)
             if waits_for_masks:
-                logits, features, computed_rows, self._carried = self._steps.run_forward(
-                    self._model.params, self._carried, packed, table, shape=shape, **self._forward
+                logits, features, computed, self._carried = self._steps.run_forward(
+                    self._params, self._carried, packed, table, shape=shape, **self._forward
                 )
                 waiting = logits, features
-                return Launched(plan, shape, packed, computed_rows, waiting=waiting, image_errors=errors)
-            result, computed_rows, self._carried = self._steps.run_step(
-                self._model.params, self._carried, packed, table, shape=shape, **self._static
+                return Launched(plan, shape, packed, computed, waiting=waiting, image_errors=errors)
+            result, computed, self._carried = self._steps.run_step(
+                self._params, self._carried, packed, table, shape=shape, **self._static
             )
-            launched = Launched(plan, shape, packed, computed_rows, image_errors=errors)
+            launched = Launched(plan, shape, packed, computed, image_errors=errors)
             self._keep(launched, result)
         return launched
+
+    @property
+    def params(self) -> Params:
+        """The parameters as they lie now: experts may have moved."""
+        return self._params
+
+    @property
+    def _mesh_steps(self) -> MeshSteps:
+        if not isinstance(self._steps, MeshSteps):
+            raise AssertionError("one device has no experts to balance")
+        return self._steps
+
+    def _rebalance(self) -> None:
+        """Moves experts behind the launched steps, where it is time for that; launches go on at once."""
+        found = None if self.balancer is None else self.balancer.due()
+        if found is None:
+            return
+        config = self._static["config"]
+        for layer in np.flatnonzero((found.sources >= 0).any(axis=1)):
+            self._params = self._mesh_steps.move_experts(self._params, int(layer), found.sources[layer], config=config)
+        self._params = self._mesh_steps.with_table(self._params, found.table)
 
     def knows_image(self, image: ImageSpan) -> bool:
         """Whether an image need not be encoded for the next step."""
@@ -184,7 +216,7 @@ class Pipeline:
         logits, features = launched.waiting
         with self._guard(), self._steps.on_device():
             result, self._carried = self._steps.run_sampling(
-                self._model.params,
+                self._params,
                 self._carried,
                 logits,
                 features,
@@ -200,10 +232,12 @@ class Pipeline:
         """Waits for a step; what each chunk drew, in the order of the plan. NaN where logits were not finite."""
         if launched.drawn is None:
             raise AssertionError("a step that waits for masks was read before it was sampled")
-        results = jax.device_get((launched.drawn, launched.chunks, launched.computed_rows, launched.best))
-        drawn, told, computed_rows, best = self._steps.by_rank(results)
-        self.num_encoder_rows += int(computed_rows[:, 0].sum())
-        self.num_decoder_rows += int(computed_rows[:, 1].sum())
+        computed, *results = jax.device_get((launched.computed, launched.drawn, launched.chunks, launched.best))
+        drawn, told, best = self._steps.by_rank(results)
+        self.num_encoder_rows += int(computed.rows[0])
+        self.num_decoder_rows += int(computed.rows[1])
+        if self.balancer is not None:
+            self.balancer.note(computed.loads, is_prefill=launched.plan.is_prefill)
         found: list[ChunkDraws] = []
         for number, rank in enumerate(launched.plan.ranks):
             own = drawn[number], told[number], jax.tree.map(lambda part, n=number: part[n], best)
@@ -281,7 +315,7 @@ class Pipeline:
             count = next(size for size in _TOP_COUNTS if size >= most)
             launched.best = self._steps.best_tokens(result.logprobs, count=count)
         launched.drawn, launched.chunks = result.drawn, result.chunks  # the distributions are dropped here
-        for array in jax.tree.leaves((launched.drawn, launched.chunks, launched.computed_rows, launched.best)):
+        for array in jax.tree.leaves((launched.drawn, launched.chunks, launched.computed, launched.best)):
             array.copy_to_host_async()
 
     def _copy(self, by_rank: Sequence[Sequence[Copy]], num_copies: int) -> None:

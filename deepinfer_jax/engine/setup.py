@@ -17,6 +17,7 @@ from deepinfer_jax.config.forms import token_ranges
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.places import cache_folder, writable_folder
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.balancing import BalancePlan
 from deepinfer_jax.engine.drafting import Speculation
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.parallel.mesh import make_mesh
@@ -40,6 +41,7 @@ class LoadedModel:
     device: Any  # of JAX; the first one of the mesh
     mesh: Mesh | None = None  # None: one device
     speculation: Speculation = Speculation()
+    balance: BalancePlan | None = None  # None: experts stay where they are
 
 
 def load_engine_model(config: EngineConfig) -> LoadedModel:
@@ -57,10 +59,11 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
             seed=config.seed or 0,
             with_draft=config.num_draft_tokens > 0,
             with_vision=True,
+            spare_experts=config.num_extra_experts if mesh is not None else 0,
         )
     if config.source("engram_pad_token") != DEFAULT:
         model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)
-    speculation = make_speculation(config, model)
+    speculation, balance = make_speculation(config, model), make_balance_plan(config, params)
     return LoadedModel(
         params=params,
         runtime=make_runtime(config, model, target=target, max_drafts=speculation.max_drafts),
@@ -69,6 +72,26 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
         device=device,
         mesh=mesh,
         speculation=speculation,
+        balance=balance,
+    )
+
+
+def make_balance_plan(config: EngineConfig, params: Params) -> BalancePlan | None:
+    """When and over what experts are balanced. Raises ValueError where there is one device, or a bad window."""
+    num_shards = config.mesh_shape[0] * config.mesh_shape[1]
+    if not config.eplb_interval_steps:
+        return None
+    if num_shards == 1:
+        raise ValueError(
+            f"DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL={config.eplb_interval_steps} needs several devices: one has "
+            "all experts; set mesh_shape, or leave the interval at 0"
+        )
+    return BalancePlan(
+        interval=config.eplb_interval_steps,
+        window=config.eplb_window_steps,
+        num_shards=num_shards,
+        places_per_shard=params.moe.experts.w1.payload.shape[1] // num_shards,
+        counts_prefill=config.eplb_after_prefill,
     )
 
 
@@ -173,6 +196,7 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str, max_d
         replay_keep_tokens=config.replay_keep_tokens,
         kernels=config.kernels,
         target=target,
+        counts_experts=config.eplb_interval_steps > 0,
         dp=config.mesh_shape[0],
         cp=config.mesh_shape[1],
     )

@@ -7,7 +7,9 @@ mesh. Its arrays are packed as the caches are; `RequestSnapshot.state` is a pytr
 import dataclasses
 import hashlib
 import json
+import math
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.pipeline import Pipeline
 from deepinfer_jax.model.params import Params
@@ -95,16 +98,36 @@ def check(saved: RequestSnapshot, *, fingerprint: str) -> None:
 
 
 def fingerprint(params: Params, runtime: RuntimeConfig) -> str:
-    """A digest of the configuration and of samples of every weight array."""
+    """A digest of the configuration and of samples of every weight array, the same on every mesh."""
     digest = hashlib.sha256()
-    kept = dataclasses.replace(runtime, kernels="auto", target="")
+    kept = dataclasses.replace(
+        runtime, kernels="auto", target="", dp=1, cp=1, expert_axes=(), engram_axes=(), counts_experts=False
+    )
     digest.update(repr(kept).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        places = np.linspace(0, max(leaf.size - 1, 0), _SAMPLES).astype(np.int64)
-        index = np.unravel_index(places, leaf.shape) if leaf.ndim else ()
-        values = np.asarray(leaf[index]) if leaf.size else np.zeros(0)
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode() + values.tobytes())
+        name = jax.tree_util.keystr(path)
+        if name == ".moe.replicas":
+            continue
+        shape = _own_shape(name, leaf.shape, runtime.model)
+        size = math.prod(shape)
+        places = np.linspace(0, max(size - 1, 0), _SAMPLES).astype(np.int64)
+        index: Any = np.unravel_index(places, shape) if shape else ()
+        if name.startswith(".moe.experts") and params.moe.replicas is not None:
+            first_places = np.asarray(params.moe.replicas)[:, :, 0]
+            index = (index[0], first_places[index[:2]], *index[2:])
+        values = np.asarray(leaf[index]) if size else np.zeros(0)
+        digest.update(f"{name} {shape} {leaf.dtype}".encode() + values.tobytes())
     return digest.hexdigest()[:32]
+
+
+def _own_shape(name: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:
+    """The shape of a weight array without the rows that a mesh adds."""
+    if ".experts." in name:
+        count = model.dspark_n_routed_experts if name.startswith(".draft") else model.n_routed_experts
+        return (shape[0], count, *shape[2:])
+    if match := re.match(r"\.engram\.embed\[(\d+)\]", name):
+        return (model.engram_num_embeddings[int(match[1])], *shape[1:])
+    return shape
 
 
 def save_snapshot(saved: RequestSnapshot, path: str | os.PathLike[str]) -> None:

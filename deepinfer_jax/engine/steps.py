@@ -52,6 +52,14 @@ class StepResult:
 
 
 @pytree_dataclass
+class Computed:
+    """What a step counts."""
+
+    rows: Int32[Array, " two"]  # that the encoder and the decoder layers computed
+    loads: Int32[Array, "N E"] | None  # of each layer, rows that chose each expert, where the config counts them
+
+
+@pytree_dataclass
 class Masks:
     """What the host says of draws that depend on tokens so far: of chunk c, behind j drafts, in row c * G1 + j."""
 
@@ -71,11 +79,10 @@ def run_step(
     config: RuntimeConfig,
     settings: SampleSettings,
     speculation: Speculation,
-) -> tuple[StepResult, Int32[Array, " two"], Carried]:
+) -> tuple[StepResult, Computed, Carried]:
     """Forward, draws and drafts for one packed batch (layout: `scheduler/batching.py`).
 
-    images: rows of encoded images, for a shape that has some. Also returns how many rows the encoder and the decoder
-    layers computed.
+    images: rows of encoded images, for a shape that has some.
     """
     chunks = _place(packed, carried.newest, shape, speculation)
     output, state = _forward(params, carried, chunks, images, shape=shape, config=config, speculation=speculation)
@@ -83,7 +90,7 @@ def run_step(
     result, carried = _draw(
         params, carried, chunks, output.logits, output.features, None, shape, config, settings, speculation
     )
-    return result, output.computed_rows, carried
+    return result, computed_of(output), carried
 
 
 @functools.partial(_step, static_argnames=("shape", "config", "speculation"), donate_argnames=("carried",))
@@ -96,11 +103,11 @@ def run_forward(
     shape: StepShape,
     config: RuntimeConfig,
     speculation: Speculation,
-) -> tuple[Float32[Array, "N V"], Features | None, Int32[Array, " two"], Carried]:
+) -> tuple[Float32[Array, "N V"], Features | None, Computed, Carried]:
     """The first half of `run_step`, for steps whose masks need tokens that the host has not read yet."""
     chunks = _place(packed, carried.newest, shape, speculation)
     output, state = _forward(params, carried, chunks, images, shape=shape, config=config, speculation=speculation)
-    return output.logits, output.features, output.computed_rows, Carried(state=state, newest=carried.newest)
+    return output.logits, output.features, computed_of(output), Carried(state=state, newest=carried.newest)
 
 
 @functools.partial(_step, static_argnames=_STATIC, donate_argnames=("carried",))
@@ -174,6 +181,11 @@ def num_compiled() -> int:
     functions: tuple[Any, ...] = (run_step, run_forward, run_sampling, copy_states, best_tokens)
     functions += (encode_span, place_span)
     return sum(function._cache_size() for function in functions)
+
+
+def computed_of(output: StepOutput) -> Computed:
+    """The counts of a forward."""
+    return Computed(rows=output.computed_rows, loads=output.loads)
 
 
 def _place(packed: Int32[Array, " L"], newest: Newest, shape: StepShape, speculation: Speculation) -> Chunks:

@@ -43,6 +43,7 @@ class StepOutput:
     stages: dict[str, Array]  # the stages that `capture` asked for; rows of the step lead, padding rows cut
     computed_rows: Int32[Array, " two"]  # rows that the encoder and the decoder layers computed, padding included
     features: Features | None = None  # for the drafter, where wanted
+    loads: Int[Array, "N E"] | None = None  # of each layer, this device's rows that chose each expert, where counted
 
 
 def forward(
@@ -89,6 +90,9 @@ def forward(
             (streams.shape[0], len(config.model.dspark_target_layer_ids), streams.shape[2]), streams.dtype
         )
         carry = dataclasses.replace(carry, features=blank)
+    if config.counts_experts:
+        blank = jnp.zeros((config.model.num_hidden_layers, config.model.n_routed_experts), jnp.int32)
+        carry = dataclasses.replace(carry, loads=blank)
     layers, logit_rows = all_layers(config.model), batch.logit_rows
     if padded.tail_rows is not None:
         if forced:
@@ -107,6 +111,7 @@ def forward(
                 stages=_captured(stages, num_rows, config=config),
                 computed_rows=jnp.stack([encoder_rows, jnp.int32(0)]),
                 features=_features(carry, step.rows) if wants_features else None,
+                loads=carry.loads,
             )
             return output, carry.state
     carry = _run_layers(params, step, carry, layers, config=config, stages=stages)
@@ -119,6 +124,7 @@ def forward(
         stages=_captured(stages, num_rows, config=config),
         computed_rows=jnp.stack([encoder_rows, decoder_rows]),
         features=features if wants_features else None,
+        loads=carry.loads,
     )
     return output, carry.state
 

@@ -229,7 +229,7 @@ def _run_stage(
     entered = enter(draft, own, streams, pre, rows, layer, prefix=prefix, config=config, stages=stages)
     new = entered.projected
     out = attend_to_block(new.q, new.new_kv, state, own.attn_sink, rows, block, stage, config=config)
-    return finish(draft, own, out, entered, rows, layer, prefix=prefix, config=config, stages=stages)
+    return finish(draft, own, out, entered, rows, layer, prefix=prefix, config=config, stages=stages)[:2]
 
 
 def attend_to_block(

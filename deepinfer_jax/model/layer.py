@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model import attention as attending
@@ -35,6 +35,7 @@ class Carry:
     selection: Selection
     state: State
     features: Float[Array, "T F D"] | None = None  # stream means at the drafter's target layers, where wanted
+    loads: Int[Array, "N E"] | None = None  # of each layer, this device's rows that chose each expert, where counted
 
 
 @pytree_dataclass
@@ -113,10 +114,14 @@ def apply_layer(
     slots, places = ring_places(step.every_row, config.ring_len)
     window = paged.put_rows(window, new_kv, layer.layer, slots, places)
     state = dataclasses.replace(state, window=window)
-    streams, pre = finish(
+    streams, pre, expert_ids = finish(
         params, attention_params, out, entered, rows, layer, is_image, prefix=prefix, config=config, stages=stages
     )
-    return Carry(streams=streams, pre=pre, selection=selection, state=state, features=features)
+    loads = carry.loads
+    if loads is not None:
+        live = jnp.where(rows.is_live[:, None], expert_ids, loads.shape[1])
+        loads = loads.at[layer.layer, live].add(1, mode="drop")
+    return Carry(streams=streams, pre=pre, selection=selection, state=state, features=features, loads=loads)
 
 
 def enter(
@@ -160,8 +165,8 @@ def finish(
     prefix: str,
     config: RuntimeConfig,
     stages: Stages,
-) -> tuple[Float[Array, "T C D"], Float32[Array, "T C"]]:
-    """Output projection, expert sublayer, and the streams and pre-mix for the next layer.
+) -> tuple[Float[Array, "T C D"], Float32[Array, "T C"], Int[Array, "T A"]]:
+    """Output projection, expert sublayer; streams and pre-mix for the next layer, and the chosen experts.
 
     Image rows choose their experts by a bias of their own; is_image None: every row is text.
     """
@@ -200,7 +205,8 @@ def finish(
         config=config,
     )
     outputs = run_experts(params.moe, routed, rows.is_live, layer=index, config=config)
-    return stages.map_rows(after_experts, outputs, shared_out, streams, mix, num_live=live, config=config)
+    streams, pre = stages.map_rows(after_experts, outputs, shared_out, streams, mix, num_live=live, config=config)
+    return streams, pre, routed.expert_ids
 
 
 def _stream_mean(streams: Float[Array, "T C D"]) -> Float[Array, "T D"]:

@@ -70,6 +70,7 @@ def cut_to_tail(
         selection=empty_selection(rows, config=config),
         state=state,
         features=features,
+        loads=carry.loads,
     )
     short = Step(rows=rows, every_row=every_row, is_text=is_text, memories=memories, has_images=step.has_images)
     return short, cut, _place_in(tail_rows, is_row, logit_rows, whole.positions.shape[0])

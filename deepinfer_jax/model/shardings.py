@@ -27,9 +27,17 @@ _STATE_AXES: dict[str, tuple[str, ...]] = {
 }
 
 
-def placed_spec(spec: LeafSpec, mesh: AnyMesh | None, rules: Rules | None = None) -> LeafSpec:
-    """The spec with padded axes grown to what the mesh needs: rows of Engram tables."""
-    return dataclasses.replace(spec, shape=padded_shape(spec.shape, spec.axes, mesh, rules))
+def placed_spec(
+    spec: LeafSpec, mesh: AnyMesh | None, rules: Rules | None = None, *, spare_experts: int = 0
+) -> LeafSpec:
+    """The spec with padded axes grown to what the mesh needs: rows of Engram tables, and places for experts.
+
+    spare_experts: places that each layer of the backbone has beyond its experts, at least.
+    """
+    shape = spec.shape
+    if spare_experts and spec.path.startswith("moe.experts."):
+        shape = tuple(n + spare_experts if a == "expert" else n for n, a in zip(shape, spec.axes, strict=True))
+    return dataclasses.replace(spec, shape=padded_shape(shape, spec.axes, mesh, rules))
 
 
 def part_sharding(

@@ -198,7 +198,7 @@ def _run_stage(
         exists,
         own.attn_sink,
     )
-    streams, pre = finish(
+    streams, pre, _ = finish(
         draft, own, out.reshape(q.shape), entered, rows, layer, prefix=prefix, config=config, stages=stages
     )
     return streams, pre, stages.captured[name]

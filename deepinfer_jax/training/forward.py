@@ -156,7 +156,7 @@ def _run_layer(
         own.attn_sink,
         window_size=config.model.sliding_window,
     )
-    streams, pre = finish(
+    streams, pre, _ = finish(
         params,
         own,
         attended.reshape(-1, *attended.shape[2:]),

@@ -55,7 +55,7 @@ def packed(engine, shape, plan: RankPlan) -> np.ndarray:
 def run(engine, shape, before: Carried, plan: RankPlan):
     told = packed(engine, shape, plan)
     result, computed, after = steps.run_step(engine.params, before, told, shape=shape, **engine.pipeline._static)
-    return result, np.asarray(computed).tolist(), after
+    return result, np.asarray(computed.rows).tolist(), after
 
 
 def chunk(slot: int, prompt: list[int], params: SamplingParams, seed: int, *, follows: bool = False) -> Chunk:
