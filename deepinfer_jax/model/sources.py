@@ -130,6 +130,10 @@ def _source_rows(
     main, index_key, pairs = stages.map_rows(
         on_tile, x, before, pairs, rows.positions, num_live=rows.num_live, config=config
     )
+    if ratio == 1:  # no pairs: nothing of them travels
+        main, index_key = context.all_rows((main, index_key), config=config)
+        pairs = jnp.zeros((main.payload.shape[0], pairs.shape[1]), pairs.dtype)
+        return SourceRows(main_kv=main, index_key=index_key, pairs=pairs)
     return context.all_rows(SourceRows(main_kv=main, index_key=index_key, pairs=pairs), config=config)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.parallel.mesh import CP
+from deepinfer_jax.parallel.wire import from_bytes, to_bytes
 
 
 def is_split(config: RuntimeConfig) -> bool:
@@ -40,11 +41,11 @@ def own_rows(tree: Any, *, config: RuntimeConfig) -> Any:
 def all_rows(tree: Any, *, config: RuntimeConfig) -> Any:
     """All rows of the step, in their order, from each device's own.
 
-    Bytes on the wire: a device receives (cp - 1) / cp of the arrays' bytes, in one all-gather for each array.
+    Bytes on the wire: a device receives (cp - 1) / cp of the arrays' bytes, in one all-gather.
     """
-    if not is_split(config):
+    if not is_split(config) or not jax.tree.leaves(tree):
         return tree
-    return jax.tree.map(lambda array: _gather(array, config.row_tile), tree)
+    return from_bytes(_gather(to_bytes(tree), config.row_tile), tree)
 
 
 def rows_before(array: Array, index: Int[Array, " T"], *, config: RuntimeConfig) -> Array:
@@ -64,7 +65,7 @@ def rows_before(array: Array, index: Int[Array, " T"], *, config: RuntimeConfig)
 def take_rows(tree: Any, index: Int[Array, " N"], *, config: RuntimeConfig) -> Any:
     """Rows of the step by their number, on every device of the rank; rows of -1 are zeros.
 
-    Bytes on the wire: cp - 1 times those of N rows, in one all-gather for each array.
+    Bytes on the wire: cp - 1 times those of N rows, in one all-gather.
     """
 
     def local(array: Array, at: Array) -> Array:
@@ -73,12 +74,8 @@ def take_rows(tree: Any, index: Int[Array, " N"], *, config: RuntimeConfig) -> A
     if not is_split(config):
         return jax.tree.map(lambda array: local(array, index), tree)
     owner, place = place_of_rows(index, cp=config.cp, tile=config.row_tile)
-
-    def take(array: Array) -> Array:
-        found = lax.all_gather(local(array, place), CP)
-        return jnp.take_along_axis(found, owner.reshape(1, -1, *[1] * (array.ndim - 1)), axis=0)[0]
-
-    return jax.tree.map(take, tree)
+    found = lax.all_gather(to_bytes(jax.tree.map(lambda array: local(array, place), tree)), CP)
+    return from_bytes(jnp.take_along_axis(found, owner[None, :, None], axis=0)[0], tree)
 
 
 def place_of_rows(index: Any, *, cp: int, tile: int) -> tuple[Any, Any]:

@@ -8,12 +8,12 @@ both forms have room for the worst case, all items on one device.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt8
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.parallel.wire import from_bytes, to_bytes
 from deepinfer_jax.pytree import pytree_dataclass, static_field
 
 
@@ -56,52 +56,52 @@ class _Ragged:
 def send(tree: Any, destinations: Int[Array, " M"], peers: Peers) -> tuple[Any, Bool[Array, " R"], Way]:
     """The items that arrive here, R = peers.count * M places of them, which places hold one, and the way back.
 
-    destinations: -1 for an item that goes nowhere. Bytes on the wire for each item: its own where ragged; padded,
-    peers.count - 1 times its own, sent or not.
+    destinations: -1 for an item that goes nowhere. One collective (ragged: four small ones before it). Bytes on the
+    wire for each item: its own and one; padded, peers.count - 1 times that, sent or not.
     """
+    marked = (tree, jnp.ones(destinations.shape, jnp.uint8))
+    items = to_bytes(marked)
     if peers.is_ragged:
-        return _send_ragged(tree, destinations, peers)
-    is_here = jnp.arange(peers.count, dtype=jnp.int32)[:, None] == destinations[None, :]
-
-    def bring(x: Array) -> Array:
-        wide = is_here.reshape(*is_here.shape, *[1] * (x.ndim - 1))
-        return _flat(_exchange(jnp.where(wide, x[None], jnp.zeros((), x.dtype)), peers))
-
-    is_item = bring(jnp.ones(destinations.shape, jnp.uint8)) != 0
-    return jax.tree.map(bring, tree), is_item, Way(destinations=destinations, ragged=None, peers=peers)
+        ragged = _agree(destinations, peers)
+        arrived = _ragged(items[ragged.order], peers.count * items.shape[0], ragged, peers, is_back=False)
+    else:
+        ragged = None
+        is_here = jnp.arange(peers.count, dtype=jnp.int32)[:, None] == destinations[None, :]
+        by_peer = jnp.where(is_here[:, :, None], items[None], jnp.zeros((), jnp.uint8))
+        arrived = _exchange(by_peer, peers).reshape(-1, items.shape[1])
+    tree, marks = from_bytes(arrived, marked)
+    return tree, marks != 0, Way(destinations=destinations, ragged=ragged, peers=peers)
 
 
 def send_back(tree: Any, way: Way) -> Any:
     """For each of this device's items the answer made where it arrived; zeros for those that went nowhere.
 
-    tree: answers in the places of the items that `send` gave. Bytes on the wire: as for `send`.
+    tree: answers in the places of the items that `send` gave. One collective; bytes on the wire as for `send`.
     """
+    answers, count = to_bytes(tree), way.destinations.shape[0]
     if way.ragged is not None:
-        return _send_back_ragged(tree, way, way.ragged)
-    at = jnp.maximum(way.destinations, 0)
-    index = jnp.arange(at.shape[0], dtype=jnp.int32)
-
-    def bring(answers: Array) -> Array:
-        by_peer = _exchange(answers.reshape(way.peers.count, -1, *answers.shape[1:]), way.peers)
-        went = (way.destinations >= 0).reshape(-1, *[1] * (answers.ndim - 1))
-        return jnp.where(went, by_peer[at, index], jnp.zeros((), answers.dtype))
-
-    return jax.tree.map(bring, tree)
+        found = _ragged(answers, count, way.ragged, way.peers, is_back=True)
+        found = jnp.zeros_like(found).at[way.ragged.order].set(found, unique_indices=True)
+    else:
+        by_peer = _exchange(answers.reshape(way.peers.count, count, -1), way.peers)
+        found = by_peer[jnp.maximum(way.destinations, 0), jnp.arange(count, dtype=jnp.int32)]
+    went = (way.destinations >= 0)[:, None]
+    return from_bytes(jnp.where(went, found, jnp.zeros((), jnp.uint8)), tree)
 
 
 def _exchange(by_peer: Array, peers: Peers) -> Array:
     return lax.all_to_all(by_peer, peers.axes, split_axis=0, concat_axis=0, tiled=True)
 
 
-def _send_ragged(tree: Any, destinations: Int[Array, " M"], peers: Peers) -> tuple[Any, Bool[Array, " R"], Way]:
+def _agree(destinations: Int[Array, " M"], peers: Peers) -> _Ragged:
+    """Who sends how much to whom, and where it lies."""
     keys = jnp.where(destinations >= 0, destinations, peers.count)
-    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     numbers = jnp.arange(peers.count, dtype=jnp.int32)
     sizes = jnp.sum(keys[None, :] == numbers[:, None], axis=1, dtype=jnp.int32)
     receive_sizes = _exchange(sizes, peers)
     offsets, receive_offsets = _starts(sizes), _starts(receive_sizes)
-    ragged = _Ragged(
-        order=order,
+    return _Ragged(
+        order=jnp.argsort(keys, stable=True).astype(jnp.int32),
         send_offsets=offsets,
         send_sizes=sizes,
         receive_offsets=receive_offsets,
@@ -109,45 +109,17 @@ def _send_ragged(tree: Any, destinations: Int[Array, " M"], peers: Peers) -> tup
         remote_receive_offsets=_exchange(receive_offsets, peers),
         remote_send_offsets=_exchange(offsets, peers),
     )
-    room = peers.count * destinations.shape[0]
-
-    def bring(x: Array) -> Array:
-        return lax.ragged_all_to_all(
-            x[order],
-            jnp.zeros((room, *x.shape[1:]), x.dtype),
-            ragged.send_offsets,
-            ragged.send_sizes,
-            ragged.remote_receive_offsets,
-            ragged.receive_sizes,
-            axis_name=peers.axes,
-        )
-
-    is_item = jnp.arange(room, dtype=jnp.int32) < jnp.sum(receive_sizes)
-    way = Way(destinations=destinations, ragged=ragged, peers=peers)
-    return jax.tree.map(bring, tree), is_item, way
 
 
-def _send_back_ragged(tree: Any, way: Way, ragged: _Ragged) -> Any:
-    count = way.destinations.shape[0]
-
-    def bring(answers: Array) -> Array:
-        found = lax.ragged_all_to_all(
-            answers,
-            jnp.zeros((count, *answers.shape[1:]), answers.dtype),
-            ragged.receive_offsets,
-            ragged.receive_sizes,
-            ragged.remote_send_offsets,
-            ragged.send_sizes,
-            axis_name=way.peers.axes,
-        )
-        return jnp.zeros_like(found).at[ragged.order].set(found, unique_indices=True)
-
-    return jax.tree.map(bring, tree)
+def _ragged(
+    rows: UInt8[Array, "M B"], room: int, ragged: _Ragged, peers: Peers, *, is_back: bool
+) -> UInt8[Array, "room B"]:
+    """The rows for this device, behind each other in the order of the peers; zeros behind them."""
+    blank = jnp.zeros((room, rows.shape[1]), rows.dtype)
+    there = (ragged.send_offsets, ragged.send_sizes, ragged.remote_receive_offsets, ragged.receive_sizes)
+    back = (ragged.receive_offsets, ragged.receive_sizes, ragged.remote_send_offsets, ragged.send_sizes)
+    return lax.ragged_all_to_all(rows, blank, *(back if is_back else there), axis_name=peers.axes)
 
 
 def _starts(sizes: Int[Array, " n"]) -> Int[Array, " n"]:
     return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-
-
-def _flat(by_peer: Array) -> Array:
-    return by_peer.reshape(-1, *by_peer.shape[2:])

@@ -72,10 +72,11 @@ def test_caller_overrides_rules():
 
 
 @pytest.mark.parametrize("rows, want", [(307, 312), (312, 312), (1, 8)])
-def test_only_engram_rows_are_padded(rows, want):
+def test_engram_rows_and_experts_are_padded(rows, want):
     mesh = make_mesh(8, 1)
     assert padded_shape((rows, 3), ("engram_row", "engram_width"), mesh) == (want, 3)
-    assert padded_shape((rows, 3), ("expert", "hidden"), mesh) == (rows, 3)
+    assert padded_shape((rows, 3), ("expert", "hidden"), mesh) == (want, 3)
+    assert padded_shape((rows, 3), ("vocab", "hidden"), mesh) == (rows, 3)
     assert padded_shape((rows, 3), ("engram_row", "engram_width"), None) == (rows, 3)
     assert padded_shape((rows,), ("engram_row",), mesh, {"engram_row": None}) == (rows,)
 
