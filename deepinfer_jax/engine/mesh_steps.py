@@ -32,19 +32,12 @@ from deepinfer_jax.parallel.mesh import CP, DP
 _RANKS = P(DP)
 _DEVICES = P((DP, CP))
 _SLOTS = P(None, DP)  # behind an axis of layers or sources
-_CARRIED = unchecked(
-    Carried,
-    {
-        "state": unchecked(
-            State,
-            {
-                **dict.fromkeys(("window", "main_kv", "index_k", "tails", "draft"), _SLOTS),
-                "history": _RANKS,
-            },
-        ),
-        "newest": _RANKS,
-    },
+# How a step takes the state in and gives it back; a spec may stand for a whole subtree.
+STATE_SPECS = unchecked(
+    State,
+    {**dict.fromkeys(("window", "main_kv", "index_k", "tails", "draft"), _SLOTS), "history": _RANKS},
 )
+_CARRIED = unchecked(Carried, {"state": STATE_SPECS, "newest": _RANKS})
 _COUNTED = P()
 _STATIC = ("shape", "config", "settings", "speculation")
 _step = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
@@ -68,7 +61,7 @@ class MeshSteps:
 
     def blank(self, make: Any) -> Carried:
         """What `make()` makes for all ranks together, each device making its own part only."""
-        specs = _spread(_CARRIED, jax.eval_shape(make))
+        specs = spread(_CARRIED, jax.eval_shape(make))
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
         return jax.jit(make, out_shardings=shardings)()
 
@@ -256,7 +249,7 @@ def _place(whole: np.ndarray, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
-def _spread(specs: Any, tree: Any) -> Any:
+def spread(specs: Any, tree: Any) -> Any:
     """A spec for each leaf, from a tree that may have one for a whole subtree."""
     is_spec = lambda node: isinstance(node, P)  # noqa: E731
     return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)

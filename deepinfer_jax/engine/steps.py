@@ -56,7 +56,7 @@ class Computed:
     """What a step counts."""
 
     rows: Int32[Array, " two"]  # that the encoder and the decoder layers computed
-    loads: Int32[Array, "N E"] | None  # of each layer, rows that chose each expert, where the config counts them
+    loads: Int32[Array, "layers E"] | None  # of each layer, rows that chose each expert, where the config counts them
 
 
 @pytree_dataclass

@@ -1,0 +1,142 @@
+"""The full-size step compiled for GPUs that are not there: does it compile, what does a device hold, what travels.
+
+    python -m deepinfer_jax.testing.aot '{"target": "b200", "dp": 64, "cp": 1, "num_rows": 128, ...}'
+
+compiles one case in a process of its own, as the compiler remembers its first target, and prints one JSON line. It
+needs the packages of requirements-nvidia.txt, and no GPU.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import os
+import sys
+import time
+from importlib import resources
+from typing import Any
+
+from deepinfer_jax.config.places import shipped_config
+
+GPUS_PER_HOST = 8
+MEMORY_BYTES = {"b200": 180e9, "h200": 141e9}  # of one device
+_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """One step on one mesh; sizes are those of a data-parallel rank."""
+
+    target: str  # a file of config/targets
+    dp: int
+    cp: int
+    num_rows: int
+    num_slots: int
+    num_pages: int
+    pages_per_slot: int  # the longest context, in pages
+    model: str = "model/deepseek-v4.1-flash.json"
+
+
+def compile_case(case: StepCase) -> dict[str, Any]:
+    """Compiles the case; bytes are those of one device. Raises whatever the compiler reports."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from deepinfer_jax.config.released import load_config
+    from deepinfer_jax.config.runtime import RuntimeConfig
+    from deepinfer_jax.engine.mesh_steps import STATE_SPECS, spread
+    from deepinfer_jax.model.backbone import forward
+    from deepinfer_jax.model.batch import StepBatch
+    from deepinfer_jax.model.shardings import placed_params, step_specs
+    from deepinfer_jax.model.state import init_state
+    from deepinfer_jax.parallel.mesh import CP, DP
+    from deepinfer_jax.testing.abstract import COMPILER_OPTIONS
+
+    count = case.dp * case.cp
+    description = resources.files("deepinfer_jax.config").joinpath("targets", f"{case.target}.textproto").read_text()
+    hosts, per_host = max(1, count // GPUS_PER_HOST), min(GPUS_PER_HOST, count)
+    topology = topologies.get_topology_desc(
+        case.target, platform="cuda", topology=f"1x{hosts}x{per_host}", target_config=description
+    )
+    devices = np.array(topology.devices).reshape(case.dp, case.cp)
+    mesh = Mesh(devices, (DP, CP), axis_types=(AxisType.Auto, AxisType.Auto))
+    model = load_config(shipped_config(case.model))
+    config = RuntimeConfig(model=model, target="nvidia", is_invariant=False, dp=case.dp, cp=case.cp)
+    params = placed_params(model, mesh)
+    make = functools.partial(init_state, config, num_slots=case.num_slots * case.dp, num_pages=case.num_pages * case.dp)
+    state = jax.eval_shape(make)
+
+    def placed(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    state = jax.tree.map(placed, state, spread(STATE_SPECS, state))
+    batch = jax.tree.map(lambda leaf: placed(leaf, P(DP)), jax.eval_shape(lambda: _blank_batch(case, StepBatch, jnp)))
+
+    def body(params: Any, state: Any, batch: Any) -> Any:
+        output, state = forward(params, state, jax.tree.map(lambda leaf: leaf[0], batch), config=config)
+        return output.logits[None], state
+
+    step = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(step_specs(params, config), STATE_SPECS, P(DP)),
+        out_specs=(P(DP), STATE_SPECS),
+        check_vma=False,
+    )
+    start = time.perf_counter()
+    with jax.default_device(topology.devices[0]):
+        jitted = jax.jit(step, donate_argnums=(1,), compiler_options=COMPILER_OPTIONS)
+        compiled = jitted.lower(params, state, batch).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return {
+        **dataclasses.asdict(case),
+        "compile_s": round(time.perf_counter() - start, 1),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "donated_bytes": memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "device_bytes": held,
+        "fits": held < MEMORY_BYTES[case.target],
+        "collectives": collective_bytes(text),
+    }
+
+
+def collective_bytes(text: str) -> dict[str, dict[str, int]]:
+    """Of each kind of collective in a compiled step: how many there are, and the bytes that they make on a device."""
+    from deepinfer_jax.testing import hlo
+
+    found: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"count": 0, "bytes": 0})
+    for one in hlo.instructions(text):
+        kind = one.opcode.removesuffix("-start")
+        if kind in hlo.COLLECTIVES:
+            arrays = one.arrays[-1:] if one.opcode.endswith("-start") else one.arrays
+            found[kind]["count"] += 1
+            found[kind]["bytes"] += sum(math.prod(shape) * _ITEM_BYTES.get(dtype, 4) for dtype, shape in arrays)
+    return dict(found)
+
+
+def _blank_batch(case: StepCase, cls: Any, jnp: Any) -> Any:
+    rows = jnp.zeros((case.dp, case.num_rows), jnp.int32)
+    return cls(
+        tokens=rows,
+        positions=rows,
+        slots=rows,
+        page_table=jnp.zeros((case.dp, case.num_slots, case.pages_per_slot), jnp.int32),
+        logit_rows=jnp.zeros((case.dp, min(case.num_rows, case.num_slots)), jnp.int32),
+    )
+
+
+def main() -> None:
+    """Compiles the case of the command line."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.stdout.write(json.dumps(compile_case(StepCase(**json.loads(sys.argv[1])))) + "\n")
+
+
+if __name__ == "__main__":
+    main()
