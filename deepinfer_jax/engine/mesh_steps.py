@@ -217,7 +217,8 @@ def _lead(tree: Any) -> Any:
 def _told(result: steps.StepResult) -> steps.StepResult:
     """What a rank's step gives, the small part of it where every process can read it."""
     led = _lead(result)
-    return dataclasses.replace(led, drawn=_shared(led.drawn), chunks=_shared(led.chunks))
+    told = {"drawn": _shared(led.drawn), "chunks": _shared(led.chunks), "logprobs": led.logprobs}
+    return unchecked(steps.StepResult, told)
 
 
 def _counted(computed: steps.Computed) -> steps.Computed:
