@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from deepinfer_jax.config.args import EngineType as EngineType
     from deepinfer_jax.config.environ import envs as envs
     from deepinfer_jax.engine.engine import LLMEngine as LLMEngine
+    from deepinfer_jax.engine.fingerprint import bit_fingerprint as bit_fingerprint
     from deepinfer_jax.engine.llm import LLM as LLM
     from deepinfer_jax.model.backbone import decode_step as decode_step
     from deepinfer_jax.model.backbone import forward as forward
@@ -27,6 +28,7 @@ _EXPORTS = {
     "config.args": ("EngineArgs", "EngineType"),
     "config.environ": ("envs",),
     "engine.engine": ("LLMEngine",),
+    "engine.fingerprint": ("bit_fingerprint",),
     "engine.llm": ("LLM",),
     "model.backbone": ("decode_step", "forward", "prefill"),
     "model.params": ("init_params",),

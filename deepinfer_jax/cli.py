@@ -45,6 +45,18 @@ COMMANDS: dict[str, Command] = {
         add="add_describe_parser",
         run="run_describe",
     ),
+    "determinism": Command(
+        summary="show that nothing but a request itself changes its bits",
+        module="deepinfer_jax.testing.determinism.command",
+        add="add_determinism_parser",
+        run="run_determinism",
+    ),
+    "ascend-verify": Command(
+        summary="check the Ascend bridge and its operators, without a model",
+        module="deepinfer_jax.testing.ascend_verify",
+        add="add_ascend_verify_parser",
+        run="run_ascend_verify",
+    ),
     "bench": Command(
         summary="tokens per second with and without drafts",
         module="deepinfer_jax.testing.bench",

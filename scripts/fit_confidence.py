@@ -1,7 +1,9 @@
 """Fits the temperatures of the confidence head to a run: one JSON line, with the calibration errors before and after.
 
 Prompts are completed with every draft verified, so that each round says how many drafts its confidences deserved. The
-result is a value for DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE.
+result is a value for DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE. Errors are means over bins, one for each place of a
+block; `ece_other_half` is read on the rounds of those prompts' answers that its temperatures were not fitted to, every
+second one, in both directions.
 """
 
 import argparse
@@ -38,11 +40,14 @@ def main() -> None:
     record = {
         "script": "fit_confidence",
         "model": str(args.model or "embedded"),
+        "temperature": args.temperature,
+        "tokens": args.tokens,
         "rounds": int(is_whole.sum()),
         "temperatures": [round(float(t), 4) for t in temperatures],
         "variable": ",".join(f"{t:.4g}" for t in temperatures),
         "ece_before": _errors(confidence, accepted, np.ones_like(temperatures)),
         "ece_after": _errors(confidence, accepted, temperatures),
+        "ece_other_half": _errors_of_halves(confidence, accepted),
     }
     print(json.dumps(record | run_facts()))
 
@@ -52,6 +57,16 @@ def _errors(confidence: np.ndarray, accepted: np.ndarray, temperatures: np.ndarr
     survival = survival_of(confidence, temperatures)
     places = range(survival.shape[1])
     return [round(expected_calibration_error(survival[:, i], accepted > i), 4) for i in places]
+
+
+def _errors_of_halves(confidence: np.ndarray, accepted: np.ndarray) -> dict[str, list[float]]:
+    """Calibration error of each place before and after, of the half of the rounds that the fit did not see."""
+    found: dict[str, list[list[float]]] = {"before": [], "after": []}
+    for fitted, read in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
+        temperatures = fit_temperatures(confidence[fitted], accepted[fitted])
+        found["before"].append(_errors(confidence[read], accepted[read], np.ones_like(temperatures)))
+        found["after"].append(_errors(confidence[read], accepted[read], temperatures))
+    return {name: [round(float(e), 4) for e in np.mean(errors, axis=0)] for name, errors in found.items()}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ OUT/model is the exported model, in the released format.
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import json
@@ -31,6 +32,13 @@ from deepinfer_jax.training.weights import plain_params, training_params
 
 MANIFEST = Path(__file__).with_name("train_tiny_files.json")
 CONFIG_NAME = "model/tiny-code.json"
+# What `--plot` draws: unit of a panel -> fields of the log.
+PANELS = {
+    "nats per token (training)": ("nats_per_token", "cross_entropy", "confidence"),
+    "total variation (training)": ("total_variation",),
+    "bits per byte (held out)": ("bits_per_byte", "bits_per_byte_quantised"),
+    "tokens a round (held out)": ("accepted_length",),
+}
 
 
 def main() -> None:
@@ -122,13 +130,14 @@ def _draft(args: argparse.Namespace, pace: loop.Pace) -> None:
     frozen = plain_params(backbone, model, dtype=plan.config.activation_dtype)
     compiled = jax.jit(functools.partial(runs.draft_step, plan=plan), donate_argnums=0)
     prompt_len = min(64, args.seq_len // 4)
-    write = jax.jit(functools.partial(acceptance.continue_greedily, prompt_len=prompt_len, config=plan.config))
+    measured = _with_seq_len(plan, 2 * prompt_len)  # answers as long as their prompts: longer ones run in circles
+    write = jax.jit(functools.partial(acceptance.continue_greedily, prompt_len=prompt_len, config=measured.config))
 
     @jax.jit
     def record(state: Any, frozen: Any, texts: jax.Array, anchors: jax.Array) -> acceptance.Records:
         full = jnp.float32(1.0)
         params = training_params(state.masters, state.fixed, model, strength=full, frozen=frozen)
-        return acceptance.record_acceptance(params, texts, anchors, config=plan.config)
+        return acceptance.record_acceptance(params, texts, anchors, config=measured.config)
 
     written: list[Any] = []  # the network does not change, so its texts are written once
 
@@ -139,7 +148,7 @@ def _draft(args: argparse.Namespace, pace: loop.Pace) -> None:
 
     def measure(state: Any) -> tuple[acceptance.Records, loop.Report]:
         own = functools.partial(record, state, frozen)
-        return runs.acceptance_report(source, plan, texts_of, own, prompt_len=prompt_len)
+        return runs.acceptance_report(source, measured, texts_of, own, prompt_len=prompt_len)
 
     draw = lambda step: (runs.batch_of_step(source, plan, step), runs.anchors_of_step(plan, step))  # noqa: E731
     state, is_done = _run(
@@ -181,6 +190,11 @@ def _plan(args: argparse.Namespace) -> runs.Plan:
     return runs.Plan(config=config, schedule=schedule, num_rows=args.rows)
 
 
+def _with_seq_len(plan: runs.Plan, seq_len: int) -> runs.Plan:
+    """The plan for rows of another length."""
+    return dataclasses.replace(plan, config=dataclasses.replace(plan.config, page_tokens=seq_len))
+
+
 def _token_map(source: data.TrainingData, out: Path, model: Any) -> np.ndarray:
     """The Engram token map of the data's tokenizer, which is put beside the run."""
     (out / "tokenizer.json").write_text(source.tokenizer, encoding="utf-8")
@@ -204,23 +218,32 @@ def _print(report: loop.Report) -> None:
 
 
 def _plot(log: Path, picture: Path) -> None:
+    """One panel for each group of figures that the log has, one above the other: a panel has one unit."""
     try:
         pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise SystemExit("--plot needs matplotlib: pip install 'deepinfer-jax[train]'") from error
     reports = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for kind, names in (
-        ("step", ("loss",)),
-        ("held_out", ("bits_per_byte", "bits_per_byte_quantised", "accepted_length")),
-    ):
-        for name in names:
-            points = [(r["step"], r[name]) for r in reports if r["kind"] == kind and name in r]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=name.replace("_", " "))
-    axes.set_xlabel("step")
-    axes.legend()
+    panels = [(unit, curves) for unit, names in PANELS.items() if (curves := _curves(reports, names))]
+    if not panels:
+        raise SystemExit(f"{log} has no figures to draw; give the folder of a run that made a step")
+    figure, all_axes = pyplot.subplots(len(panels), figsize=(8, 3 * len(panels)), sharex=True, squeeze=False)
+    for axes, (unit, curves) in zip(all_axes[:, 0], panels, strict=True):
+        for name, points in curves.items():
+            axes.plot(*zip(*points, strict=True), marker=".", label=name.replace("_", " "))
+        axes.set_ylabel(unit)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    all_axes[-1, 0].set_xlabel("step")
+    figure.tight_layout()
     figure.savefig(picture, dpi=120)
+    pyplot.close(figure)
+
+
+def _curves(reports: list[loop.Report], names: tuple[str, ...]) -> dict[str, list[tuple[Any, Any]]]:
+    """Name -> (step, value) of the figures that the reports have."""
+    curves = {name: [(report["step"], report[name]) for report in reports if name in report] for name in names}
+    return {name: points for name, points in curves.items() if points}
 
 
 if __name__ == "__main__":

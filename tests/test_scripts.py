@@ -7,19 +7,30 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from deepinfer_jax import LLM, forward, init_state, load_model
+from deepinfer_jax import LLM, LLMEngine, forward, init_state, load_model
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.batch import make_batch
+from deepinfer_jax.sampling.calibration import survival_of
 from deepinfer_jax.testing.agreeing import write_agreeing_model
-from deepinfer_jax.testing.tiny import tiny_byte_model, tiny_llm
+from deepinfer_jax.testing.tiny import tiny_byte_model, tiny_engine, tiny_llm
 from deepinfer_jax.training.tokenizer import encode_files
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -27,10 +38,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Runs a script in this process and returns what it printed; `patches` are set in its module first."""
 
     def run(name: str, *arguments: object, **patches: object) -> str:
-        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = load_script(name)
         for attribute, value in patches.items():
             monkeypatch.setattr(module, attribute, value)
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -94,17 +102,82 @@ def test_files_and_held_out_exclude_each_other(call):
 def test_accepted_length_is_that_of_the_statistics(call, tmp_path):
     engines = []
 
-    def load(args: argparse.Namespace, **options: int) -> LLM:
-        engines.append(tiny_llm(args.model, max_num_seqs=1, **{"num_draft_tokens": 5, **options}))
+    def load(args: argparse.Namespace, **options: Any) -> LLM:
+        options = {"num_draft_tokens": 5, "numerics": "fp32", **options}  # as training computes
+        engines.append(tiny_llm(args.model, max_num_seqs=1, **options))
         return engines[-1]
 
     model = write_agreeing_model(tmp_path, seed=1)
     patches = {"corpus": OneText("def first(argument):\n    return 1\n"), "MAX_REPEATED": 1.0, "_load": load}
-    printed = call("measure_drafts", "--model", model, "--prompt-len", 12, "--tokens", 20, **patches)
+    printed = call("measure_drafts", "--model", model, "--prompt-len", 12, "--tokens", 20, "--training", **patches)
     report = json.loads(printed)
     assert (report["texts"], report["texts_kept"]) == (1, 1)
     want = engines[1].stats()["drafts"]["accepted_len_mean"]  # of this text twice, once to warm up
     assert report["accepted_length"] == pytest.approx(want, abs=1e-4) != 1
+    assert report["accepted_length"] == report["accepted_length_all_texts"]
+    assert report["accepted_length"] == pytest.approx(1 + sum(report["accepted_by_place"]), abs=1e-3)
+    num_same, num_rounds = report["same_rounds"]
+    assert num_same == num_rounds > 3
+
+
+def test_temperatures_are_judged_by_rounds_that_they_were_not_fitted_to():
+    rng = np.random.default_rng(0)
+    confidence = rng.normal(0.0, 4.0, (2000, 2))
+    chances = survival_of(confidence, np.full(2, 4.0))  # the head is four times too sure
+    accepted = (rng.random(2000)[:, None] < chances).sum(axis=1)
+    errors = load_script("fit_confidence")._errors_of_halves(confidence, accepted)
+    assert len(errors["before"]) == len(errors["after"]) == 2
+    assert max(errors["after"]) < 0.06 < 0.1 < min(errors["before"])
+
+
+def test_offline_inference_continues_a_shard_and_says_what_it_did(call, tmp_path):
+    model = tiny_byte_model(tmp_path / "model", seed=1)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b", "id": "x"}\n{"prompt": 3}\n{"prompt": "d"}\n', encoding="utf-8")
+    options = (source, target, "--shard", "1/2", "--sampling-params", '{"max_tokens": 3, "ignore_eos": true}')
+
+    def engine(args: argparse.Namespace) -> LLMEngine:
+        return tiny_engine(model, seed=args.seed)
+
+    report = json.loads(call("offline_inference", *options, _engine=engine))
+    assert (report["num_lines"], report["num_resumed"], report["num_errors"]) == (2, 0, 0)
+    records = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert [(r["index"], r["id"], r["num_tokens"]) for r in records] == [(1, "x", 3), (3, 3, 3)]
+    assert json.loads(call("offline_inference", *options, _engine=engine))["num_resumed"] == 2
+    with pytest.raises(SystemExit, match="offline_inference: --sampling-params='3' is no object"):
+        call("offline_inference", source, target, "--sampling-params", "3", _engine=engine)
+
+
+def test_a_sweep_has_a_line_for_each_point_of_both_curves(call, tmp_path):
+    model = tiny_byte_model(tmp_path / "model", seed=1)
+    picture = tmp_path / "sweep.png"
+    options = ("--batch", 1, 3, "--prompt-len", 9, "--tokens", 6, "--turns", 1)
+    printed = call(
+        "sweep", "--model", model, *options, "--plot", picture, make_engine=lambda args, mode: tiny_engine(model)
+    )
+    rows = [json.loads(line) for line in printed.splitlines()]
+    assert [(row["curve"], row["batch"]) for row in rows] == [(c, n) for n in (1, 3) for c in ("prefill", "decode")]
+    for row in rows:
+        assert row["mode"] == "off" and {"device", "commit", "jax"} <= row.keys()
+        if row["curve"] == "prefill":  # the median prompt has its first token before the last one at the latest
+            assert 0 < row["ttft_s"] <= row["batch"] * 9 / row["input_tokens_per_s"] * 1.01
+        else:
+            assert row["tokens_per_s_per_user"] == pytest.approx(row["output_tokens_per_s"] / row["batch"], abs=0.01)
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_sweep_refuses_answers_that_never_decode_together(call, tmp_path):
+    model = tiny_byte_model(tmp_path / "model", seed=1)
+    options = ("--batch", 4, "--prompt-len", 400, "--tokens", 2, "--turns", 1)
+    with pytest.raises(SystemExit, match="with 4 requests the first one ended .*; raise --tokens=2"):
+        call("sweep", "--model", model, *options, make_engine=lambda args, mode: tiny_engine(model))
+
+
+def test_the_front_leaves_out_what_another_point_beats():
+    front = load_script("sweep").pareto_front
+    points = [(1.0, 5.0), (2.0, 4.0), (3.0, 9.0), (3.0, 2.0), (4.0, 1.0)]
+    assert front(points, larger_x_is_better=True) == [(3.0, 9.0), (4.0, 1.0)]
+    assert front(points, larger_x_is_better=False) == [(1.0, 5.0), (3.0, 9.0)]
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ import dataclasses
 from collections import abc
 from collections.abc import Iterable
 
+import jax
+
 from deepinfer_jax.config.args import EngineConfig
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.sampling.bad_words import bad_sequences_of
@@ -151,9 +153,14 @@ class PendingGrammars:
     def take_ready(self, *, wait_s: float) -> list[Sequence]:
         """The requests that need not wait any longer; those that failed have `error` set.
 
-        wait_s: how long to wait for the first of them if none is ready.
+        wait_s: how long to wait for the first of them if none is ready. Several processes wait for every one: they
+        must not differ in which are ready.
         """
-        if self._pending and not any(ticket.done() for _, ticket in self._pending.values()):
+        if jax.process_count() > 1:
+            for _, ticket in self._pending.values():
+                with contextlib.suppress(Exception):  # it is told below
+                    ticket.result()
+        elif self._pending and not any(ticket.done() for _, ticket in self._pending.values()):
             with contextlib.suppress(Exception):  # it is told below
                 next(iter(self._pending.values()))[1].result(wait_s)
         ready = [sequence for sequence, ticket in self._pending.values() if ticket.done()]

@@ -5,9 +5,11 @@ for each, and back. A mask that is not ready in time lets its request sit out th
 the others go on (`StepMasks.late`).
 """
 
+import math
 import time
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Int32, UInt32
 
@@ -21,7 +23,7 @@ from deepinfer_jax.sampling.logits import Edits
 from deepinfer_jax.sampling.penalties import EditArrays
 from deepinfer_jax.scheduler.plan import Chunk, RankPlan
 
-MASK_WAIT_S = 0.005  # how long a step waits for masks beyond those that are quick
+MASK_WAIT_S = 0.005  # how long a step waits for masks beyond those that are quick; processes must not differ in that
 _EDIT_SIZES = (64, 1024, 16384)  # compiled numbers of edited tokens in a row; beyond them the whole vocabulary
 _ALL = 0xFFFFFFFF
 
@@ -93,7 +95,7 @@ class MaskMaker:
                 step.edits[index] = path.edits
             except Exception as error:  # noqa: BLE001 - ends this request, not the step
                 step.errors.append((chunk, error))
-        end = time.monotonic() + MASK_WAIT_S
+        end = time.monotonic() + (math.inf if jax.process_count() > 1 else MASK_WAIT_S)
         for index, chunk in waiting:
             self._collect(step, index, chunk, timeout_s=max(0.0, end - time.monotonic()))
         return step

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from deepinfer_jax.engine.fingerprint import bit_fingerprint
 from deepinfer_jax.sampling.params import NO_TOKEN, SamplingParams
 from deepinfer_jax.sampling.stop import StopWatch
 from deepinfer_jax.text import detokenizer
@@ -43,6 +44,7 @@ class CompletionOutput:
     text: str
     cumulative_logprob: float
     finish_reason: str
+    fingerprint: str  # of token ids, log-probability bits and finish reason (`bit_fingerprint`)
 
     @classmethod
     def from_outputs(cls, outputs: Sequence[RequestOutput]) -> "CompletionOutput":
@@ -52,6 +54,7 @@ class CompletionOutput:
             text="".join(output.text for output in outputs),
             cumulative_logprob=sum(output.token_logprobs for output in outputs),
             finish_reason=outputs[-1].finish_reason if outputs else "",
+            fingerprint=bit_fingerprint(outputs),
         )
 
 

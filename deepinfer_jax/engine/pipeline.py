@@ -28,6 +28,7 @@ from deepinfer_jax.engine.steps import Carried, Computed, Masks, StepResult
 from deepinfer_jax.model.backbone import Features
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import PAGED_LEAVES, State, init_state
+from deepinfer_jax.parallel.processes import Agreement
 from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.scheduler.batching import pack_copies, pack_step
 from deepinfer_jax.scheduler.images import ImageSpan
@@ -76,6 +77,7 @@ class Pipeline:
         config = dataclasses.replace(model.runtime, replay_mode="off", replay_keep_tokens=0)
         self._forward: dict[str, Any] = {"config": config, "speculation": model.speculation}
         self._static: dict[str, Any] = {**self._forward, "settings": settings}
+        self._agreement = Agreement("steps")
         self._params = model.params
         self.balancer: ExpertBalancer | None = None
         if model.balance is not None:
@@ -159,6 +161,7 @@ class Pipeline:
         """Puts a plan on the device: its copies, then its rows. With waits_for_masks, `sample` has to follow."""
         self._rebalance()
         shape = self.shape_of(plan)
+        self._agreement.check(f"step {plan.step}, {shape.name}, {len(plan.chunks)} chunks")
         with self._guard(), self._steps.on_device():
             if plan.num_copies:
                 size = next(size for size in self._copy_sizes() if size >= plan.num_copies)

@@ -48,6 +48,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     """The model, tokenizer and device of a configuration. Raises ValueError for whatever does not fit."""
     device, target = choose_device(config.device)
     mesh = make_engine_mesh(config, device)
+    _check_processes(config)
     keep_compiled_programs(config.jit_cache_dir)
     location = locate_configured(config)
     load_format: LoadFormat = "dummy" if config.load_format == "dummy" else "auto"
@@ -58,7 +59,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
             load_format=load_format,
             seed=config.seed or 0,
             with_draft=config.num_draft_tokens > 0,
-            with_vision=True,
+            with_vision=jax.process_count() == 1,
             spare_experts=config.num_extra_experts if mesh is not None else 0,
         )
     if config.source("engram_pad_token") != DEFAULT:
@@ -74,6 +75,20 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
         speculation=speculation,
         balance=balance,
     )
+
+
+def _check_processes(config: EngineConfig) -> None:
+    """Raises ValueError for what several processes cannot agree on."""
+    count = jax.process_count()
+    if count == 1:
+        return
+    if config.seed is None:
+        raise ValueError(f"{count} processes need one seed for requests without their own; give seed")
+    if config.mesh_shape[0] * config.mesh_shape[1] < jax.device_count():
+        raise ValueError(
+            f"mesh_shape={config.mesh_shape} leaves some of the {jax.device_count()} devices of {count} processes "
+            "out; give a mesh that has them all"
+        )
 
 
 def make_balance_plan(config: EngineConfig, params: Params) -> BalancePlan | None:
@@ -104,11 +119,11 @@ def make_engine_mesh(config: EngineConfig, device: Any) -> Mesh | None:
 def choose_device(name: str) -> tuple[Any, str]:
     """The device that a configuration names, and the target that steps are built for; auto is JAX's first."""
     if name == "auto":
-        device = jax.devices()[0]
+        device = jax.local_devices()[0]
         return device, _TARGETS.get(str(device.platform), str(device.platform))
     platform = _PLATFORMS.get(name, name)
     try:
-        return jax.devices(platform)[0], name
+        return jax.local_devices(backend=platform)[0], name
     except RuntimeError as error:
         raise ValueError(
             f"device={name!r} is not attached: {error}; choose another device, or install JAX for this one"

@@ -138,6 +138,7 @@ def save_snapshot(saved: RequestSnapshot, path: str | os.PathLike[str]) -> None:
     facts["params"] = dataclasses.asdict(saved.params)
     facts["images"] = [_image_facts(image) for image in saved.images]
     arrays = {} if saved.state is None else _named(saved.state)
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}  # safetensors writes views wrongly
     arrays |= {_PATCHES.format(i): image.content.patches for i, image in enumerate(saved.images)}
     data = save(arrays, metadata={"format": FORMAT, "request": json.dumps(facts)})
     target = Path(path)

@@ -43,7 +43,9 @@ class StepOutput:
     stages: dict[str, Array]  # the stages that `capture` asked for; rows of the step lead, padding rows cut
     computed_rows: Int32[Array, " two"]  # rows that the encoder and the decoder layers computed, padding included
     features: Features | None = None  # for the drafter, where wanted
-    loads: Int[Array, "layers E"] | None = None  # of each layer, this device's rows that chose each expert, where counted
+    loads: Int[Array, "layers E"] | None = (
+        None  # of each layer, this device's rows that chose each expert, where counted
+    )
 
 
 def forward(

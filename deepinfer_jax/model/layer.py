@@ -35,7 +35,9 @@ class Carry:
     selection: Selection
     state: State
     features: Float[Array, "T F D"] | None = None  # stream means at the drafter's target layers, where wanted
-    loads: Int[Array, "layers E"] | None = None  # of each layer, this device's rows that chose each expert, where counted
+    loads: Int[Array, "layers E"] | None = (
+        None  # of each layer, this device's rows that chose each expert, where counted
+    )
 
 
 @pytree_dataclass

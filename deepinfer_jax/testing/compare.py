@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -35,6 +36,24 @@ def _assert_same_bits(got: np.ndarray, want: np.ndarray, name: str) -> None:
             f"{name}: {len(differs)} of {got.size} elements differ, the first at {first}: "
             f"{got[first]!r}; expected is {want[first]!r}"
         )
+
+
+def ulp_distances(got: Any, want: Any) -> np.ndarray:
+    """Steps between neighbouring values of their common floating dtype from one array to the other, int64.
+
+    0.0 and -0.0 are 0 apart. Raises ValueError for other dtypes, or two of them.
+    """
+    got, want = np.asarray(got), np.asarray(want)
+    if got.dtype != want.dtype or not jnp.issubdtype(got.dtype, jnp.floating) or got.dtype.itemsize > 4:
+        raise ValueError(f"dtypes {got.dtype} and {want.dtype}: distances are counted in one float of 32 bits or less")
+    return np.asarray(np.abs(_places(got) - _places(want)))
+
+
+def _places(values: np.ndarray) -> np.ndarray:
+    """Where a value stands among all of its dtype, 0 for zero."""
+    bits = values.view(_UNSIGNED[values.dtype.itemsize]).astype(np.int64)
+    sign = 1 << (8 * values.dtype.itemsize - 1)
+    return np.asarray(np.where(bits >= sign, sign - bits, bits))
 
 
 def assert_close(got: Array | np.ndarray, want: Array | np.ndarray, *, rel_l2: float) -> None:

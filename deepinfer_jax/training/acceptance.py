@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Bool, Float32, Int
 
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.pytree import pytree_dataclass
@@ -62,6 +62,21 @@ def record_acceptance(
     is_right = jnp.stack(drafts, axis=1) == following[:, 1:]
     accepted = jnp.sum(jnp.cumprod(is_right.astype(jnp.int32), axis=1), axis=1)
     return Records(confidence=jnp.stack(confidences, axis=1), accepted=accepted)
+
+
+def round_starts(accepted: Int[np.ndarray, "B A"]) -> Bool[np.ndarray, "B A"]:
+    """At which of A consecutive anchors a request whose first round is at the first one begins its rounds.
+
+    A round gives one token more than it accepts. Anchors inside a long round accept much as well, so that the mean over
+    all anchors is larger than the one over rounds, which is what an engine gives in a step.
+    """
+    starts = np.zeros(accepted.shape, bool)
+    for row, lengths in zip(starts, accepted, strict=True):
+        place = 0
+        while place < len(lengths):
+            row[place] = True
+            place += 1 + int(lengths[place])
+    return starts
 
 
 def repeated_share(tokens: Int[np.ndarray, " R"]) -> float:

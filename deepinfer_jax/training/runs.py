@@ -120,20 +120,23 @@ def acceptance_report(
     prompt_len: int,
     max_repeated: float = 0.3,
 ) -> tuple[acceptance.Records, Report]:
-    """Records on greedy continuations of held-out rows, and their mean accepted length.
+    """Records of the rounds that decode greedy continuations of held-out rows, and their mean accepted length.
 
     write: continues rows behind their first `prompt_len` tokens. Continuations of which more than `max_repeated`
-    repeats itself are left out; a weak network may leave none, then there are no records and no lengths.
+    repeats itself are left out: the longer they are, the more of them. Where none is left, there are no records and no
+    lengths.
     """
     model, row_len = plan.config.model, plan.config.page_tokens
     rows, _ = whole_rows(data.held_out, row_len=row_len, bos_id=model.bos_token_id, eos_id=model.eos_token_id)
     rng = np.random.default_rng([plan.seed, 2])
     chosen = np.resize(rng.permutation(len(rows)), plan.num_rows)
     texts = np.asarray(write(jnp.asarray(rows[chosen, :-1])))
-    anchors = _draw_anchors(plan, rng, first=prompt_len, num_rows=plan.num_rows)
+    first, last = prompt_len, _last_anchor(plan, prompt_len)
+    anchors = np.broadcast_to(np.arange(first, last + 1, dtype=np.int32), (plan.num_rows, last + 1 - first))
     records = record(jnp.asarray(texts), jnp.asarray(anchors))
     is_kept = np.asarray([acceptance.repeated_share(text[prompt_len:]) <= max_repeated for text in texts])
-    kept = np.repeat(is_kept, anchors.shape[1])
+    starts = acceptance.round_starts(np.asarray(records.accepted).reshape(anchors.shape))
+    kept = (starts & is_kept[:, None]).reshape(-1)
     records = acceptance.Records(confidence=records.confidence[kept], accepted=records.accepted[kept])
     report: Report = {"texts": int(is_kept.sum())}
     if is_kept.any():
@@ -145,15 +148,21 @@ def acceptance_report(
 
 def _draw_anchors(plan: Plan, rng: np.random.Generator, *, first: int, num_rows: int) -> Int[np.ndarray, "B A"]:
     """Distinct places in each row, rising, with room for a block and the token behind it."""
-    last = plan.config.page_tokens - plan.config.model.dspark_block_size - 1
+    last = _last_anchor(plan, first)
     count = min(ANCHORS_PER_ROW, last - first + 1)
-    if count < 1:
+    order = np.argsort(rng.random((num_rows, last - first + 1)), axis=1)[:, :count]
+    return (np.sort(order, axis=1) + first).astype(np.int32)
+
+
+def _last_anchor(plan: Plan, first: int) -> int:
+    """The last place of a row with room for a block and the token behind it; it is not in front of `first`."""
+    last = plan.config.page_tokens - plan.config.model.dspark_block_size - 1
+    if last < first:
         raise ValueError(
             f"sequences of {plan.config.page_tokens} tokens have no room for a block of drafts behind position "
             f"{first}; train with longer ones"
         )
-    order = np.argsort(rng.random((num_rows, last - first + 1)), axis=1)[:, :count]
-    return (np.sort(order, axis=1) + first).astype(np.int32)
+    return last
 
 
 def _step(state: TrainState, loss: Any, plan: Plan, *, with_draft: bool) -> tuple[TrainState, dict[str, Array]]:

@@ -102,16 +102,22 @@ def training_params(
     return dataclasses.replace(frozen, draft=dataclasses.replace(own, moe=with_every_expert(own.moe)))
 
 
-def plain_params(params: Params, config: ModelConfig, *, dtype: Any) -> Params:
-    """Released parameters unpacked to `dtype`, for training steps that leave them as they are."""
+def plain_params(params: Params, config: ModelConfig, *, dtype: Any, with_draft: bool = False) -> Params:
+    """Released parameters unpacked to `dtype`, for training steps that leave them as they are.
+
+    with_draft: whether to keep the draft stages, which the parameters must have then.
+    """
 
     def unpacked(leaf: ScaledArray | Array) -> ScaledArray | Array:
         is_packed = isinstance(leaf, ScaledArray)
         return ScaledArray(payload=dequantize(leaf, dtype), scale=None) if is_packed else leaf
 
-    leaves = {spec.path: unpacked(leaf_at(params, spec.path)) for spec in schema(config)}
-    plain = build_params(leaves, config)
-    return dataclasses.replace(plain, moe=with_every_expert(plain.moe))
+    specs = param_schema(config, with_draft=with_draft)
+    plain = build_params({spec.path: unpacked(leaf_at(params, spec.path)) for spec in specs}, config)
+    draft = plain.draft
+    if draft is not None:
+        draft = dataclasses.replace(draft, moe=with_every_expert(draft.moe))
+    return dataclasses.replace(plain, moe=with_every_expert(plain.moe), draft=draft)
 
 
 def with_every_expert(moe: MoeParams) -> MoeParams:

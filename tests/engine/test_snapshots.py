@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -94,6 +95,22 @@ def test_a_file_serves_an_engine_of_other_sizes(tiny_model, whole, tmp_path, num
     assert rest_of(other, loaded, "again") == whole[len(saved.output) :]
     assert other.scheduler.counters.adopted == (2 if num_tokens else 0)
     check_free(other)
+
+
+def test_a_file_holds_states_that_are_views_of_larger_arrays(tiny_model, tmp_path):
+    """As those of a model with several sources are, whose pages are cut off behind the first axis."""
+    engine = tiny.tiny_engine(tiny_model)
+    saved, _ = saved_after(engine, 10)
+
+    def view(leaf: np.ndarray) -> np.ndarray:
+        return np.concatenate([leaf, leaf], axis=-1)[..., : leaf.shape[-1]]
+
+    views = dataclasses.replace(saved, state=jax.tree.map(view, saved.state))
+    assert not any(leaf.flags.c_contiguous for leaf in jax.tree.leaves(views.state) if leaf.size > leaf.shape[-1])
+    save_snapshot(views, tmp_path / "request.safetensors")
+    loaded = load_snapshot(tmp_path / "request.safetensors", engine.runtime)
+    for got, want in zip(jax.tree.leaves(loaded.state), jax.tree.leaves(saved.state), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_without_room_the_tokens_are_computed_again(tiny_model, whole):

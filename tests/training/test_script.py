@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 
 from deepinfer_jax.checkpoint.load import load_model
 from deepinfer_jax.checkpoint.write import released_config
@@ -58,6 +59,28 @@ def test_bfloat16_is_refused_on_a_cpu(call, tmp_path: Path):
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(SystemExit, match=r"--plot needs matplotlib: pip install 'deepinfer-jax\[train\]'"):
+        call("--out", tmp_path, "--plot", tmp_path / "loss.png")
+
+
+def test_a_plot_has_a_panel_for_each_unit(call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    reports = [
+        {"kind": "step", "step": 1, "loss": 9.0, "nats_per_token": 8.0},
+        {"kind": "held_out", "step": 1, "bits_per_byte": 3.0, "bits_per_byte_quantised": 3.1},
+        {"kind": "end", "done": True},
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(report) + "\n" for report in reports))
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    call("--out", tmp_path, "--plot", tmp_path / "loss.png")
+    [figure] = figures
+    found = {axes.get_ylabel(): [line.get_label() for line in axes.get_lines()] for axes in figure.axes}
+    assert found == {
+        "nats per token (training)": ["nats per token"],
+        "bits per byte (held out)": ["bits per byte", "bits per byte quantised"],
+    }
+    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (tmp_path / "log.jsonl").write_text(json.dumps(reports[-1]))
+    with pytest.raises(SystemExit, match="has no figures to draw"):
         call("--out", tmp_path, "--plot", tmp_path / "loss.png")

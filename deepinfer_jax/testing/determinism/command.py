@@ -1,0 +1,76 @@
+"""`deepinfer-jax determinism`: the matrix on the command line."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from deepinfer_jax.testing.determinism.driving import Model
+from deepinfer_jax.testing.determinism.matrix import BaseDiffers, choose, run_matrix
+from deepinfer_jax.testing.determinism.session import Session
+from deepinfer_jax.testing.determinism.workload import SPARE
+from deepinfer_jax.testing.facts import run_facts
+
+EXIT_DIFFERS = 1
+QUICK_TOKENS, FULL_TOKENS = 24, 512
+MIN_TOKENS = 2 * SPARE  # half of them in front of the state that is compared
+NUMERICS = ("q", "bf16")
+
+
+def add_determinism_parser(subparsers: Any) -> None:
+    """Adds `determinism` to the subparsers of an `argparse` parser."""
+    parser = subparsers.add_parser(
+        "determinism",
+        help="show that nothing but a request itself changes its bits",
+        description="Runs a base set of requests, then again under each perturbation, and compares tokens, bits of "
+        f"log-probabilities and bytes of states. Exits {EXIT_DIFFERS} when anything differs, or when a perturbation "
+        "did not happen (docs/determinism.md).",
+    )
+    parser.add_argument("--model", metavar="MODEL", help="directory or Hugging Face id; default: the embedded one")
+    parser.add_argument("--numerics", choices=NUMERICS, default="q", help="default: %(default)s")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{QUICK_TOKENS} output tokens, and one further process; without it {FULL_TOKENS} tokens and all rows",
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help=f"output tokens of each request, {MIN_TOKENS} or more")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="rows whose name or axis fits, as in 'among *'")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the report, after each row; rows that are in it already, with the same facts, are not run again",
+    )
+
+
+def run_determinism(args: argparse.Namespace) -> int:
+    """Writes the matrix to standard output."""
+    num_tokens = args.tokens if args.tokens is not None else QUICK_TOKENS if args.quick else FULL_TOKENS
+    if num_tokens < MIN_TOKENS:
+        raise ValueError(f"--tokens={num_tokens} is below {MIN_TOKENS}; raise it")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json={args.json} is in a folder that does not exist; make it, or name another file")
+    chosen = choose(args.only, is_quick=args.quick)
+    model = Model(path=args.model, numerics=args.numerics)
+    facts = {"model": args.model or "embedded", "numerics": args.numerics, "tokens": num_tokens, **run_facts()}
+    session = Session(model, num_tokens=num_tokens)
+    try:
+        with tqdm(desc="determinism", unit="row", disable=None) as bar:  # None: shown on a terminal only
+
+            def watched(rows: Any) -> Any:
+                bar.reset(total=len(rows))
+                for row in rows:
+                    bar.set_postfix_str(row.name)
+                    yield row
+                    bar.update()
+
+            report = run_matrix(session, chosen, facts, json_path=args.json, progress=watched)
+    except BaseDiffers as error:
+        sys.stderr.write(f"deepinfer-jax determinism: {error}\n")
+        return EXIT_DIFFERS
+    finally:
+        session.close()
+    sys.stdout.write(report.to_text() + "\n")
+    return 0 if report.is_ok else EXIT_DIFFERS

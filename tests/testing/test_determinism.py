@@ -1,0 +1,137 @@
+"""`deepinfer-jax determinism`: equal rows pass, a planted fault is found with its layer, finished rows are kept."""
+
+import json
+
+import jax
+import pytest
+
+from deepinfer_jax import cli
+from deepinfer_jax.config.places import shipped_config
+from deepinfer_jax.testing import tiny
+from deepinfer_jax.testing.agreeing import write_agreeing_model
+from deepinfer_jax.testing.determinism import command, matrix
+from deepinfer_jax.testing.determinism.driving import Model
+from deepinfer_jax.testing.determinism.perturbations import PERTURBATIONS, Perturbation
+from deepinfer_jax.testing.determinism.session import Session
+from tests.testing import faults
+
+pytestmark = pytest.mark.compiles_much
+FAULTY_LAYER = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """Its drafts are kept in part."""
+    return str(write_agreeing_model(tmp_path_factory.mktemp("agreeing"), seed=1))
+
+
+def run(model: str, *options: str) -> int:
+    return cli.main(["determinism", "--model", model, "--quick", *options])
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    yield from faults.plant(monkeypatch, faulty_layer=FAULTY_LAYER)
+
+
+def test_rows_of_one_axis_are_equal_and_a_second_run_keeps_them(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "run_facts", lambda: {"commit": "of this test"})
+    path = tmp_path / "report.json"
+    options = ("--only", "position in the batch", "--json", str(path))
+    assert run(model, *options) == 0
+    printed = capsys.readouterr().out
+    assert "other places" in printed and "equal (8/8)" in printed and "all 1 rows are equal" in printed
+    report = json.loads(path.read_text())
+    assert report["is_ok"] and len(report["fingerprints"]) == 8
+    [row] = report["rows"]
+    assert row["notes"]["rows"] > 8 and set(row["equal"]) == {"tokens", "log-probabilities", "state"}
+
+    def never(*_):
+        raise AssertionError("a finished row was run again")
+
+    monkeypatch.setattr(matrix, "run_row", never)
+    assert run(model, *options) == 0
+    assert capsys.readouterr().out == printed
+    report["fingerprints"]["greedy"] = "0" * 32
+    path.write_text(json.dumps(report))
+    assert run(model, *options) == 1
+    assert "in greedy: two processes with the same facts gave other bits" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_planted_fault_ends_with_1_and_names_the_layer(model, tmp_path, capsys, fault):
+    path = tmp_path / "report.json"
+    assert run(model, "--only", "other places", "--json", str(path)) == 1
+    printed = capsys.readouterr().out
+    assert "DIFFERS" in printed and "1 of 1 rows FAILED" in printed
+    [row] = json.loads(path.read_text())["rows"]
+    assert not row["equal"]["log-probabilities"] and row["difference"]["request"] in printed
+    assert f"layer {FAULTY_LAYER}, layers.{FAULTY_LAYER}.ffn_out[" in row["microscope"]
+
+
+@pytest.mark.slow
+def test_every_quick_row_is_equal(model, capsys):
+    assert run(model) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_rows_that_need_more_processes_are_equal(model, capsys):
+    for name in ("restarted process", "cold cache"):
+        options = ("--tokens", "24", "--only", name)
+        assert cli.main(["determinism", "--model", model, *options]) == 0, capsys.readouterr().out
+
+
+def test_a_perturbation_that_did_not_happen_fails(model):
+    session = Session(Model(path=model, numerics="q"), num_tokens=24)
+    try:
+        row = matrix.run_row(
+            session,
+            Perturbation(
+                name="nothing", axis="none", run=lambda each: each.base("plain"), least={"rows": 2, "preemptions": 1}
+            ),
+        )
+    finally:
+        session.close()
+    assert all(row.equal.values()) and row.states == row.requests == 8
+    assert row.missing == "preemptions 0, expected 1" and not row.is_ok
+
+
+def test_rows_have_names_of_their_own_and_are_chosen_by_pattern():
+    names = [each.name for each in PERTURBATIONS]
+    assert len(set(names)) == len(names) >= 25
+    assert [each.name for each in matrix.choose("among *", is_quick=True)] == ["among 7", "among 40", "among 200"]
+    assert [each.name for each in matrix.choose("fork", is_quick=True)] == ["forked"]
+    assert {each.name for each in matrix.choose("*", is_quick=False)} == set(names)
+    assert sum(each.axis.startswith("process") for each in matrix.choose("*", is_quick=True)) == 1
+    with pytest.raises(ValueError, match="--only='cold cache' fits no row; rows are alone, among 7"):
+        matrix.choose("cold cache", is_quick=True)
+
+
+def test_a_row_that_needs_more_devices_or_vision_is_left_out():
+    rows = [
+        Perturbation(name="mesh", axis="mesh", run=Session.each_alone, devices=10_000),
+        Perturbation(name="images", axis="images", run=Session.each_alone, needs_vision=True),
+        Perturbation(name="plain", axis="none", run=Session.each_alone),
+    ]
+    assert matrix.left_out(rows, has_vision=False) == {
+        "mesh": f"needs 10000 devices, here are {len(jax.devices())}",
+        "images": "the model has no vision weights",
+    }
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--tokens", "23"), "--tokens=23 is below 24"),
+        (("--json", "/nowhere/report.json"), "in a folder that does not exist"),
+        (("--only", "nothing"), "fits no row"),
+    ],
+)
+def test_bad_arguments_are_refused_before_a_model_is_loaded(options, message, capsys):
+    assert run("absent", *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_is_refused(capsys):
+    assert run(str(shipped_config(tiny.CONFIG_NAME)), "--only", "alone") == 2
+    assert "has no tokenizer" in capsys.readouterr().err
