@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -120,7 +120,7 @@ class _Watch(threading.Thread):
     def _entries(self, folder: str) -> dict[str, str]:
         return {key.rsplit("/", 1)[1]: value for key, value in self._client.key_value_dir_get(folder)}
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str) -> NoReturn:
         sys.stderr.write(f"deepinfer-jax: process {self._index} of {self._count} {why}; it ends with the job\n")
         sys.stderr.flush()
         os._exit(EXIT_LOST)  # the main thread may wait for a collective that never ends
