@@ -6,9 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from deepinfer_jax.engine import mesh_steps
 from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.scheduler import placement
-from deepinfer_jax.testing import tiny
+from deepinfer_jax.scheduler.plan import RankPlan
+from deepinfer_jax.testing import hlo, tiny
 from tests.engine import driving
 from tests.engine.driving import Facts, Recorder, add, params_of, prompt_of
 from tests.engine.pictures import ask
@@ -81,6 +83,32 @@ def test_no_device_holds_all_experts(agreeing_model):
         assert largest * 4 == leaf.nbytes
     for leaf in jax.tree.leaves((engine.pipeline.state.main_kv, engine.pipeline.state.window)):
         assert {shard.data.nbytes * 2 for shard in leaf.addressable_shards} == {leaf.nbytes}
+
+
+# Per step of docs/sharding.md: two exchanges for each Engram table, for the experts of a layer, and for those of a draft
+# stage; with cp, the gathers of new window rows, of a source's rows (of ratio 2 also of the row before each block), of
+# the wanted hidden rows, of draft experts' outputs, and of the drafter's context rows. Bodies of loops count once.
+@pytest.mark.parametrize(
+    "mesh, wanted_kinds",
+    [
+        ((2, 1), {"all-reduce": 1, "all-to-all": 8}),
+        pytest.param((2, 2), {"all-gather": 7, "all-reduce": 1, "all-to-all": 8}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_has_the_collectives_that_are_documented(agreeing_model, mesh, wanted_kinds):
+    engine = engine_on(agreeing_model, mesh, {"DEEPINFER_ENFORCE_EAGER": "1"})
+    pipeline = engine.pipeline
+    shape = next(iter(engine.sizes.buckets.all_shapes(is_compact=False)))
+    packed = pipeline._pack([RankPlan()] * mesh[0], shape)
+    lowered = mesh_steps._run_step.lower(
+        engine.params, pipeline._carried, packed, None, mesh=pipeline._steps.mesh, shape=shape, **pipeline._static
+    )
+    text = lowered.compile().as_text()
+    assert hlo.collectives(text) == wanted_kinds
+    moved = {shape for one in hlo.instructions(text) if one.opcode in hlo.COLLECTIVES for _, shape in one.arrays}
+    kept = jax.tree.leaves((engine.params.moe.experts, engine.params.engram.embed, pipeline.state))
+    pieces = {shard.data.shape for leaf in kept for shard in leaf.addressable_shards}
+    assert not moved & (pieces | {leaf.shape for leaf in kept}), "weights and caches stay where they are"
 
 
 @pytest.mark.slow
