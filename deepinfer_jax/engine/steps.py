@@ -1,4 +1,4 @@
-"""The compiled steps: the only `jax.jit`s of the package."""
+"""The compiled steps: with those of `engine/mesh_steps.py`, the only `jax.jit`s of the package."""
 
 import dataclasses
 import functools

@@ -85,9 +85,9 @@ def test_no_device_holds_all_experts(agreeing_model):
         assert {shard.data.nbytes * 2 for shard in leaf.addressable_shards} == {leaf.nbytes}
 
 
-# Per step of docs/sharding.md: two exchanges for each Engram table, for the experts of a layer, and for those of a draft
-# stage; with cp, the gathers of new window rows, of a source's rows (of ratio 2 also of the row before each block), of
-# the wanted hidden rows, of draft experts' outputs, and of the drafter's context rows. Bodies of loops count once.
+# Those of docs/sharding.md: two exchanges for each Engram table, for the experts of a layer, and for those of a draft
+# stage; with cp, the gathers of new window rows, of a source's rows (of ratio 2 also of the row before each block),
+# of the wanted hidden rows, of draft experts' outputs, and of context rows. Bodies of loops count once.
 @pytest.mark.parametrize(
     "mesh, wanted_kinds",
     [
