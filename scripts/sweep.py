@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from deepinfer_jax import LLMEngine, SamplingParams
-from deepinfer_jax.testing.bench import MODES, make_engine
+from deepinfer_jax.testing.bench import MODES, Load, decode_rate, make_engine
 from deepinfer_jax.testing.facts import run_facts
 
 type Row = dict[str, Any]
@@ -84,7 +84,8 @@ def prefill_point(engine: LLMEngine, args: argparse.Namespace, batch: int) -> Ro
 def decode_point(engine: LLMEngine, args: argparse.Namespace, batch: int) -> Row:
     """Equal requests that decode together."""
     prompts = _prompts(np.random.default_rng(batch), batch, args.prompt_len)
-    rate = statistics.median(_turns(lambda: decode_rate(engine, prompts, args.tokens), args.turns))
+    load = Load(prompts=prompts, max_tokens=args.tokens, temperature=1.0)
+    rate = statistics.median(_turns(lambda: decode_rate(engine, load), args.turns))
     return {
         "curve": "decode",
         "batch": batch,
@@ -105,35 +106,6 @@ def time_prefill(engine: LLMEngine, prompts: list[list[int]]) -> tuple[float, fl
         num_begun = len(engine.step())
         first_s += [time.perf_counter() - start] * num_begun
     return first_s[-1], statistics.median(first_s)
-
-
-def decode_rate(engine: LLMEngine, prompts: list[list[int]], max_tokens: int) -> float:
-    """Output tokens/s from the first token of the last request to the end of the first one; the rest is aborted.
-
-    While prompts come in, prefill and decode steps take turns, so that early requests are well ahead of late ones.
-    """
-    names = [f"sweep-{index}" for index in range(len(prompts))]
-    for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-        params = SamplingParams(max_tokens=max_tokens, seq_seed=index, ignore_eos=True)
-        engine.add_request("sweep", name, params, prompt)
-    num_begun, num_tokens, start, has_ended = 0, 0, 0.0, False
-    while not has_ended:
-        outputs = engine.step()
-        has_ended = any(output.finished for output in outputs)
-        if num_begun < len(names):
-            num_begun += sum(output.num_output_tokens == 1 for output in outputs)
-            start = time.perf_counter()
-        else:
-            num_tokens += len(outputs)
-    elapsed_s = time.perf_counter() - start
-    engine.abort_request(names)
-    engine.flush_inflight_reqs()
-    if not num_tokens:
-        raise SystemExit(
-            f"with {len(names)} requests the first one ended before the last one began; raise --tokens={max_tokens}, "
-            "or lower --prompt-len"
-        )
-    return num_tokens / elapsed_s
 
 
 def pareto_front(points: list[tuple[float, float]], *, larger_x_is_better: bool) -> list[tuple[float, float]]:

@@ -169,7 +169,7 @@ def test_a_sweep_has_a_line_for_each_point_of_both_curves(call, tmp_path):
 def test_a_sweep_refuses_answers_that_never_decode_together(call, tmp_path):
     model = tiny_byte_model(tmp_path / "model", seed=1)
     options = ("--batch", 4, "--prompt-len", 400, "--tokens", 2, "--turns", 1)
-    with pytest.raises(SystemExit, match="with 4 requests the first one ended .*; raise --tokens=2"):
+    with pytest.raises(ValueError, match="with 4 requests the first one ended .*; raise --tokens=2"):
         call("sweep", "--model", model, *options, make_engine=lambda args, mode: tiny_engine(model))
 
 

@@ -129,21 +129,35 @@ def compare(engines: dict[str, LLMEngine], load: Load, *, turns: int) -> list[di
 
 
 def decode_rate(engine: LLMEngine, load: Load) -> float:
-    """Output tokens per second from the first token of the last request to the end of all."""
-    for index, prompt in enumerate(load.prompts):
+    """Output tokens/s from the first token of the last request to the end of the first one; the rest is aborted.
+
+    While prompts come in, prefill and decode steps take turns, so that early requests are well ahead of late ones.
+    Raises ValueError where they never decode all together.
+    """
+    names = [f"bench-{index}" for index in range(len(load.prompts))]
+    for index, (name, prompt) in enumerate(zip(names, load.prompts, strict=True)):
         params = SamplingParams(
             temperature=load.temperature, max_tokens=load.max_tokens, seq_seed=index, ignore_eos=True
         )
-        engine.add_request("bench", f"bench-{index}", params, prompt)
-    num_begun, num_tokens, start = 0, 0, time.perf_counter()
-    while engine.has_unfinished_requests():
+        engine.add_request("bench", name, params, prompt)
+    num_begun, num_tokens, start, has_ended = 0, 0, 0.0, False
+    while not has_ended:
         outputs = engine.step()
-        if num_begun < len(load.prompts):
+        has_ended = any(output.finished for output in outputs)
+        if num_begun < len(names):
             num_begun += sum(output.num_output_tokens == 1 for output in outputs)
-            num_tokens, start = 0, time.perf_counter()
+            start = time.perf_counter()
         else:
             num_tokens += len(outputs)
-    return num_tokens / (time.perf_counter() - start)
+    elapsed_s = time.perf_counter() - start
+    engine.abort_request(names)
+    engine.flush_inflight_reqs()
+    if not num_tokens:
+        raise ValueError(
+            f"with {len(names)} requests the first one ended before the last one began; raise "
+            f"--tokens={load.max_tokens}, or lower --prompt-len"
+        )
+    return num_tokens / elapsed_s
 
 
 def _drafts(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
