@@ -200,11 +200,12 @@ def _figures(engine: LLMEngine) -> Mapping[str, int]:
     """Counts that tell what happened to requests."""
     stats, counters = engine.stats(), engine.scheduler.counters
     names = ("steps", "preemptions", "prefix_hits")
-    drafts = stats.get("drafts", {})
+    drafts, balancer = stats.get("drafts", {}), engine.pipeline.balancer
     return {
         **{name: stats[name] for name in names},
         "forks": counters.forks_copied,
         "restored": counters.adopted,
         "accepted": drafts.get("drafts_accepted", 0),
         "images": stats.get("images_encoded", 0),
+        "experts moved": sum(one.num_moved for one in balancer.history) if balancer is not None else 0,
     }

@@ -19,6 +19,8 @@ CHUNK = 24  # rows of a chunk, and no multiple of a tile of keys or a page
 BUDGET = 16  # rows of a step
 GROWING = 40  # neighbours that come one by one
 PAUSE = 3  # steps between arrivals
+MESHES = ((2, 1), (8, 1), (1, 2), (1, 8), (2, 2), (4, 2), (2, 4))
+BALANCED = {"EXPERT_REARRANGEMENT_STEP_INTERVAL": "8", "EXPERT_COUNT_WINDOW_SIZE": "4"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class Perturbation:
     least: Mapping[str, int] = dataclasses.field(default_factory=dict)  # notes that show that it happened
     devices: int = 1
     needs_vision: bool = False
-    is_quick: bool = True  # False: more than one further process
+    is_quick: bool = True  # False: another mesh, or more than one further process
 
     def missing(self, notes: Mapping[str, int]) -> str:
         """What should have happened and did not, "" where all did."""
@@ -174,6 +176,24 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         axis="varlen verification",
         run=_elsewhere(FEW, ("num_draft_tokens", 5), ("varlen_verification", True)),
         least={"accepted": 1},
+    ),
+    *(
+        Perturbation(
+            name=f"{dp} x {cp} devices",
+            axis="mesh",
+            run=_elsewhere(FEW, ("mesh_shape", (dp, cp))),
+            devices=dp * cp,
+            is_quick=False,
+        )
+        for dp, cp in MESHES
+    ),
+    Perturbation(
+        name="experts on the move",
+        axis="expert balancing",
+        run=_elsewhere(FEW, ("mesh_shape", (2, 2)), **BALANCED),
+        least={"experts moved": 1},
+        devices=4,
+        is_quick=False,
     ),
     Perturbation(name="second process", axis="process, warm cache", run=processes.second),
     Perturbation(name="restarted process", axis="process", run=processes.restarted, is_quick=False),
