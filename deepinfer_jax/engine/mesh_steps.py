@@ -24,19 +24,13 @@ from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.steps import COMPILER_OPTIONS, Carried
 from deepinfer_jax.model.leaves import unchecked
 from deepinfer_jax.model.params import Params
-from deepinfer_jax.model.shardings import step_specs
+from deepinfer_jax.model.shardings import STATE_SPECS, spread, step_specs
 from deepinfer_jax.model.state import State
 from deepinfer_jax.parallel import replicas
 from deepinfer_jax.parallel.mesh import CP, DP
 
 _RANKS = P(DP)
 _DEVICES = P((DP, CP))
-_SLOTS = P(None, DP)  # behind an axis of layers or sources
-# How a step takes the state in and gives it back; a spec may stand for a whole subtree.
-STATE_SPECS = unchecked(
-    State,
-    {**dict.fromkeys(("window", "main_kv", "index_k", "tails", "draft"), _SLOTS), "history": _RANKS},
-)
 _CARRIED = unchecked(Carried, {"state": STATE_SPECS, "newest": _RANKS})
 _COUNTED = P()
 _STATIC = ("shape", "config", "settings", "speculation")
@@ -248,9 +242,3 @@ def _place(whole: np.ndarray, sharding: NamedSharding) -> Array:
     if not _is_shared():
         return jax.device_put(whole, sharding)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
-
-
-def spread(specs: Any, tree: Any) -> Any:
-    """A spec for each leaf, from a tree that may have one for a whole subtree."""
-    is_spec = lambda node: isinstance(node, P)  # noqa: E731
-    return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)

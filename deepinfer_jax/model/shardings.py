@@ -6,15 +6,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import Array
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.model.leaves import LeafSpec
+from deepinfer_jax.model.backbone import StepOutput, forward
+from deepinfer_jax.model.batch import StepBatch
+from deepinfer_jax.model.leaves import LeafSpec, unchecked
 from deepinfer_jax.model.params import Params, build_params
 from deepinfer_jax.model.parts import wanted_schema
 from deepinfer_jax.model.state import State
-from deepinfer_jax.parallel.mesh import AnyMesh, Rules, merged_rules, padded_shape, sharding_for
+from deepinfer_jax.parallel.mesh import CP, DP, RULES, AnyMesh, Rules, merged_rules, padded_shape, sharding_for
 
 _PAGED = ("source", "page", "entry", "latent")
 _STATE_AXES: dict[str, tuple[str, ...]] = {
@@ -25,6 +28,17 @@ _STATE_AXES: dict[str, tuple[str, ...]] = {
     "history": ("slot", "history"),
     "draft": ("layer", "slot", "ring", "latent"),
 }
+
+
+_IN_PIECES = ("expert", "engram_row")  # logical axes of parameters that a step finds in pieces
+# How a step on a mesh takes the state in and gives it back; a spec may stand for a whole subtree.
+STATE_SPECS: State = unchecked(
+    State,
+    {
+        **dict.fromkeys(("window", "main_kv", "index_k", "tails", "draft"), PartitionSpec(None, DP)),
+        "history": PartitionSpec(DP),
+    },
+)
 
 
 def placed_spec(
@@ -114,7 +128,62 @@ def step_specs(params: Params, config: RuntimeConfig) -> Params:
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def spread_axes(rules: Rules | None, name: str) -> tuple[str, ...]:
-    """The mesh axes of "expert" or "engram_row" under a rules table; with none, every device has all of them."""
-    rule = merged_rules(rules)[name]
-    return (rule,) if isinstance(rule, str) else tuple(rule or ())
+def config_on_mesh(config: RuntimeConfig, mesh: AnyMesh, rules: Rules | None = None) -> RuntimeConfig:
+    """The static configuration of steps on a mesh, for parameters that were loaded under these rules.
+
+    Raises ValueError for rules that change anything but "expert" and "engram_row": a step knows no other pieces.
+    """
+    table = merged_rules(rules)
+    others = sorted(name for name, rule in table.items() if rule != RULES[name] and name not in _IN_PIECES)
+    if others:
+        raise ValueError(f"rules change {others}, and a step on a mesh can only follow those of {_IN_PIECES}")
+
+    def axes(name: str) -> tuple[str, ...]:
+        rule = table[name]
+        return (rule,) if isinstance(rule, str) else tuple(rule or ())
+
+    return dataclasses.replace(
+        config,
+        dp=mesh.shape[DP],
+        cp=mesh.shape[CP],
+        expert_axes=axes("expert"),
+        engram_axes=axes("engram_row"),
+    )
+
+
+def spread(specs: Any, tree: Any) -> Any:
+    """A spec for each leaf, from a tree that may have one for a whole subtree."""
+    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)
+
+
+def forward_on_mesh(
+    params: Params, state: State, batch: StepBatch, *, mesh: Mesh, config: RuntimeConfig
+) -> tuple[Array, State]:
+    """`forward` on every device of a mesh, for any jit: logits [dp, N, V] and the state.
+
+    params: loaded on the mesh. config: of `config_on_mesh`, with the rules of that loading. state: of the
+    slots and pages of all ranks. batch: arrays with a leading axis of ranks; slots and pages count within a rank.
+    Raises ValueError for a mesh of another shape than the config's.
+    """
+    if (config.dp, config.cp) != (mesh.shape[DP], mesh.shape[CP]):
+        raise ValueError(
+            f"the config is for dp={config.dp}, cp={config.cp}, and the mesh is {dict(mesh.shape)}; make it with "
+            "config_on_mesh"
+        )
+
+    def body(params: Params, state: State, batch: StepBatch) -> tuple[Array, State]:
+        output: StepOutput
+        output, state = forward(params, state, jax.tree.map(lambda leaf: leaf[0], batch), config=config)
+        return output.logits[None], state
+
+    ranks = PartitionSpec(DP)
+    # What lies on all devices of a rank is computed by all of them alike; the checker cannot know that.
+    step = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(step_specs(params, config), STATE_SPECS, ranks),
+        out_specs=(ranks, STATE_SPECS),
+        check_vma=False,
+    )
+    return step(params, state, batch)

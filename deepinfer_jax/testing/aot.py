@@ -49,10 +49,8 @@ def compile_case(case: StepCase) -> dict[str, Any]:
 
     from deepinfer_jax.config.released import load_config
     from deepinfer_jax.config.runtime import RuntimeConfig
-    from deepinfer_jax.engine.mesh_steps import STATE_SPECS, spread
-    from deepinfer_jax.model.backbone import forward
     from deepinfer_jax.model.batch import StepBatch
-    from deepinfer_jax.model.shardings import placed_params, step_specs
+    from deepinfer_jax.model.shardings import STATE_SPECS, forward_on_mesh, placed_params, spread
     from deepinfer_jax.model.state import init_state
     from deepinfer_jax.parallel.mesh import CP, DP
     from deepinfer_jax.testing.abstract import COMPILER_OPTIONS
@@ -77,17 +75,7 @@ def compile_case(case: StepCase) -> dict[str, Any]:
     state = jax.tree.map(placed, state, spread(STATE_SPECS, state))
     batch = jax.tree.map(lambda leaf: placed(leaf, P(DP)), jax.eval_shape(lambda: _blank_batch(case, StepBatch, jnp)))
 
-    def body(params: Any, state: Any, batch: Any) -> Any:
-        output, state = forward(params, state, jax.tree.map(lambda leaf: leaf[0], batch), config=config)
-        return output.logits[None], state
-
-    step = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(step_specs(params, config), STATE_SPECS, P(DP)),
-        out_specs=(P(DP), STATE_SPECS),
-        check_vma=False,
-    )
+    step = functools.partial(forward_on_mesh, mesh=mesh, config=config)
     start = time.perf_counter()
     with jax.default_device(topology.devices[0]):
         jitted = jax.jit(step, donate_argnums=(1,), compiler_options=COMPILER_OPTIONS)
