@@ -83,7 +83,7 @@ def measure(pipeline: Pipeline, sizes: EngineSizes, num_rows: int) -> float:
 
 
 def _decode_plan(sizes: EngineSizes, num_rows: int) -> Plan:
-    """Made-up requests behind a short context; all but the last verify as many drafts as there are."""
+    """Made-up requests behind a short context, the same on every rank; all but the last verify every draft."""
     most, context = sizes.scheduler.max_decode_rows, _context_len(sizes)
     num_requests = min(max(1, -(-num_rows // most)), sizes.scheduler.max_num_seqs)
     lengths = [min(most, num_rows - most * index) for index in range(num_requests)]
@@ -103,7 +103,7 @@ def _decode_plan(sizes: EngineSizes, num_rows: int) -> Plan:
         )
         for slot, length in enumerate(lengths)
     ]
-    return Plan(step=0, is_prefill=False, ranks=(RankPlan(chunks=tuple(chunks)),))
+    return Plan(step=0, is_prefill=False, ranks=(RankPlan(chunks=tuple(chunks)),) * sizes.scheduler.num_ranks)
 
 
 def _context_len(sizes: EngineSizes) -> int:

@@ -22,6 +22,7 @@ EPLB = {
     "DEEPINFER_OVERRIDE_NUM_EXTRA_EXPERTS": "3",
 }
 COMPACT = {"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "compact", "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "140"}
+SCHEDULED = {"DEEPINFER_ENABLE_MTP_VARLEN": "1"}
 MESHES = [(2, 1), (8, 1), (1, 2), (1, 8), (2, 2), (4, 2), (2, 4)]
 
 
@@ -114,7 +115,7 @@ def test_a_step_has_the_collectives_that_are_documented(agreeing_model, mesh, wa
 
 @pytest.mark.slow
 @pytest.mark.compiles_much
-@pytest.mark.parametrize("environ", [{}, EPLB, COMPACT], ids=["plain", "balanced", "compact"])
+@pytest.mark.parametrize("environ", [{}, EPLB, COMPACT, SCHEDULED], ids=["plain", "balanced", "compact", "scheduled"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_gives_what_one_device_gives(agreeing_model, wanted, mesh, environ):
     want = wanted
