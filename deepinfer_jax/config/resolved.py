@@ -125,6 +125,11 @@ class EngineConfig:
                 f"expert_parallel_size={self.expert_parallel_size} is not "
                 f"data_parallel_size * context_parallel_size = {dp * cp}; leave it out"
             )
+        if self.engram_parallel_size != dp * cp:
+            raise ValueError(
+                f"engram_parallel_size={self.engram_parallel_size} is not "
+                f"data_parallel_size * context_parallel_size = {dp * cp}; leave it out"
+            )
         if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below "

@@ -37,15 +37,15 @@ def add_generate_parser(subparsers: Any) -> None:
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where several processes run this")
     parser.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
     parser.add_argument("--process-id", type=int, metavar="I", help="which one this is; process 0 writes the results")
+    parser.add_argument("--cluster", action="store_true", help="in place of these three: SLURM, Kubernetes and others")
 
 
 def run_generate(args: argparse.Namespace) -> int:
     """Writes one result for each prompt to standard output."""
-    if args.coordinator is not None:
+    if args.cluster or args.coordinator is not None:
         join_processes(args.coordinator, num_processes=args.num_processes, process_id=args.process_id)
     results = _generate(args)
-    leave_processes()
-    if args.process_id:
+    if leave_processes() > 0:
         return 0
     is_batch = len(results) > 1
     for number, (prompt, outputs) in enumerate(results):

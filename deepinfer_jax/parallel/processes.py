@@ -46,11 +46,13 @@ def join_processes(
         _end_on_abort()
 
 
-def leave_processes() -> None:
-    """Tells the others that this process is done, and waits for them."""
+def leave_processes() -> int:
+    """Tells the others that this process is done, and waits for them. Its number among them, 0 where it is alone."""
+    index = jax.process_index()
     while _watches:
         _watches.pop().stop()
         jax.distributed.shutdown()
+    return index
 
 
 _watches: list["_Watch"] = []  # of this process, which may join others once

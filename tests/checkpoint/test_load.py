@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.checkpoint import transform
-from deepinfer_jax.checkpoint.load import load_model, load_params
+from deepinfer_jax.checkpoint.load import load_model, load_params, place_params
 from deepinfer_jax.checkpoint.locate import locate_model
 from deepinfer_jax.checkpoint.names import inventory
 from deepinfer_jax.checkpoint.shards import read_file
@@ -125,8 +125,19 @@ def test_rules_can_be_overridden(written, config, params):
 
 
 def test_size_that_the_mesh_does_not_divide_is_refused(written, config):
-    with pytest.raises(ValueError, match=r"moe.experts.w1 \(payload\): axis 'expert' of size 8 .*'dp': 3"):
-        load_params(written, config, mesh=make_mesh(3, 1))
+    with pytest.raises(ValueError, match=r"embed \(payload\): axis 'vocab' of size 320 .*'dp': 3"):
+        load_params(written, config, mesh=make_mesh(3, 1), rules={"vocab": "dp"})
+
+
+@pytest.mark.parametrize("spare, places", [(0, 9), (2, 12)])
+def test_places_for_experts_are_filled_up_with_zeros(written, config, params, spare, places):
+    loaded = load_params(written, config, mesh=make_mesh(3, 1), spare_experts=spare)
+    placed = place_params(params, config, mesh=make_mesh(3, 1), spare_experts=spare)
+    assert_same_tree(loaded, placed)
+    for whole, own in zip(jax.tree.leaves(loaded.moe.experts), jax.tree.leaves(params.moe.experts), strict=True):
+        assert whole.shape[1] == places
+        np.testing.assert_array_equal(whole[:, :8], own)
+        assert not np.asarray(whole[:, 8:]).any()
 
 
 def test_norms_and_compressors_may_be_float32(checkpoint, config, params):

@@ -177,13 +177,8 @@ def test_drafts_are_on_by_default_and_have_room():
 @pytest.mark.parametrize(
     "field, value, feature",
     [
-        ("data_parallel_size", 2, "sharding"),
-        ("context_parallel_size", 2, "sharding"),
-        ("expert_parallel_size", 2, "sharding"),
-        ("engram_parallel_size", 2, "sharding"),
-        ("mesh_shape", (2, 1), "sharding"),
-        ("engine_rank", 1, "sharding"),
-        ("engine_group_rank", 1, "sharding"),
+        ("engine_rank", 1, "processes"),
+        ("engine_group_rank", 1, "processes"),
         ("engine_type", EngineType.PROMPT, "transport"),
         ("engine_type", EngineType.COMPLETION, "transport"),
         ("device", "ascend", "Ascend"),
@@ -329,8 +324,7 @@ def test_path_is_accepted_as_model_and_text_is_stripped():
     ],
     ids=["from-experts", "from-sizes", "from-mesh", "both"],
 )
-def test_sizes_follow_from_each_other_once_sharding_has_landed(fields, dp, cp, land):
-    land("sharding")
+def test_sizes_follow_from_each_other(fields, dp, cp):
     config = resolve(make(**fields), {})
     assert (config.data_parallel_size, config.context_parallel_size) == (dp, cp)
     assert config.mesh_shape == (dp, cp)

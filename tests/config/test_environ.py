@@ -135,7 +135,7 @@ def test_variables_have_distinct_fields_and_a_known_feature():
     fields = [variable.field for variable in environ.VARIABLES.values()]
     assert len(set(fields)) == len(fields)
     features = {"model", "replay", "kernels", "engine", "sampling", "speculation"}
-    features |= {"sharding", "vision", "Ascend"}
+    features |= {"sharding", "balancing", "processes", "routing studies", "host tables", "vision", "Ascend"}
     assert features >= environ.LANDED
     for variable in environ.VARIABLES.values():
         assert variable.lands_with in (features if variable.kind in "KA" else {""})
@@ -210,7 +210,7 @@ def test_markdown_table_has_a_row_for_each_variable_with_default_and_status():
         "DEEPINFER_USE_NEXTN_DECODE": "| maximum draft length, 0 is off | works |",
         "DEEPINFER_JAX_KERNELS": "| lands with kernels (now: auto, reference) |",
         "DEEPINFER_SAMPLER_FORCE_TOPK": "| sample among the k best only | works |",
-        "DEEPINFER_GLOO_TIMEOUT": "| lands with sharding |",
+        "DEEPINFER_GLOO_TIMEOUT": "| lands with processes |",
     }
     for name, end in expected.items():
         assert rows[name].endswith(end), rows[name]
@@ -233,9 +233,9 @@ def test_value_that_turns_nothing_on_is_accepted(variable, off):
     "text",
     [
         "DEEPINFER_ACCELERATOR=ascend needs Ascend; auto, cpu, nvidia",
-        "DEEPINFER_GLOO_TIMEOUT=9 needs sharding; 14400",
-        "DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL=10 needs sharding; 0",
-        "DEEPINFER_ENGRAM_FORCE_GPU_STORAGE=1 needs sharding; False",
+        "DEEPINFER_GLOO_TIMEOUT=9 needs processes; 14400",
+        "DEEPINFER_FORCE_LOAD_BALANCE=1 needs routing studies; False",
+        "DEEPINFER_ENGRAM_FORCE_GPU_STORAGE=1 needs host tables; False",
         "DEEPINFER_JAX_KERNELS=mosaic_sm90 needs kernels; auto, reference",
         "DEEPINFER_JAX_ASCEND_SIM=1 needs Ascend; False",
     ],

@@ -70,9 +70,10 @@ def test_dtype_that_contradicts_numerics_is_refused():
         resolve(EngineArgs(dtype="bfloat16"), {"DEEPINFER_JAX_NUMERICS": "fp32"})
 
 
-def test_contradictory_sizes_are_refused_once_sharding_has_landed(land):
-    land("sharding")
+def test_contradictory_sizes_are_refused():
     with pytest.raises(ValueError, match="mesh_shape=.2, 4. contradicts data_parallel_size=3"):
         resolve(EngineArgs(mesh_shape=(2, 4), data_parallel_size=3), {})
     with pytest.raises(ValueError, match="expert_parallel_size=3 is not data_parallel_size"):
         resolve(EngineArgs(data_parallel_size=2, expert_parallel_size=3), {})
+    with pytest.raises(ValueError, match="engram_parallel_size=2 is not data_parallel_size"):
+        resolve(EngineArgs(engram_parallel_size=2), {})
