@@ -101,8 +101,7 @@ def describe(
     """The figures of a shape; nothing is allocated on a device.
 
     runtime: storage of the caches and lengths of the rings, the defaults if None. mesh: (dp, cp) for bytes of one
-    device. with_vision: the vision encoder is on the devices too. Raises ValueError for a mesh that does not divide
-    the arrays.
+    device. with_vision: the vision encoder is on the devices too.
     """
     runtime = RuntimeConfig(model=config) if runtime is None else runtime
     tensors = expected_tensors(config)

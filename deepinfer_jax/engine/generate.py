@@ -7,6 +7,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any, cast
 
+from deepinfer_jax.engine.describe import parse_mesh
 from deepinfer_jax.engine.llm import LLM
 from deepinfer_jax.engine.outputs import CompletionOutput, RequestOutput
 from deepinfer_jax.parallel.processes import join_processes, leave_processes
@@ -33,7 +34,7 @@ def add_generate_parser(subparsers: Any) -> None:
     parser.add_argument("--top-k", type=int, default=-1, metavar="K", help="default: %(default)s (off)")
     parser.add_argument("--seed", type=int, metavar="N", help="of every prompt's draws; default: another in each run")
     parser.add_argument("--json", action="store_true", help="one JSON object in a line for each prompt")
-    parser.add_argument("--mesh", type=mesh_shape, metavar="DPxCP", help="devices: data parallel x context parallel")
+    parser.add_argument("--mesh", type=parse_mesh, metavar="DPxCP", help="devices: data parallel x context parallel")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where several processes run this")
     parser.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
     parser.add_argument("--process-id", type=int, metavar="I", help="which one this is; process 0 writes the results")
@@ -71,14 +72,6 @@ def _generate(args: argparse.Namespace) -> list[tuple[str, list[RequestOutput]]]
     llm.get_tokenizer()
     outputs = cast(list[list[RequestOutput]], llm.generate(prompts, params))
     return list(zip(prompts, outputs, strict=True))
-
-
-def mesh_shape(text: str) -> tuple[int, int]:
-    """The numbers of "4x2"; raises ArgumentTypeError for anything else."""
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not DPxCP, such as 4x2")
-    return int(parts[0]), int(parts[1])
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:

@@ -63,6 +63,10 @@ class MeshSteps:
         """See `steps.run_step`."""
         return _run_step(params, carried, packed, images, mesh=self.mesh, **static)
 
+    def compile_step(self, params: Any, carried: Any, packed: Any, images: Any = None, **static: Any) -> None:
+        """Leaves what `run_step` needs in JAX's cache of compiled programs, and runs nothing."""
+        _run_step.lower(params, carried, packed, images, mesh=self.mesh, **static).compile()
+
     def run_forward(self, params: Any, carried: Any, packed: Any, images: Any = None, **static: Any) -> Any:
         """See `steps.run_forward`; features have a leading axis of devices."""
         return _run_forward(params, carried, packed, images, mesh=self.mesh, **static)

@@ -148,6 +148,10 @@ class Pipeline:
     def _warm_up_step(self, shape: StepShape, compiled: Callable[[str, float], None]) -> None:
         start = time.perf_counter()
         packed = self._pack([RankPlan()] * self._steps.num_ranks, shape, {} if shape.has_images else None)
+        if isinstance(self._steps, MeshSteps) and jax.process_count() > 1:
+            table = self._table_of(shape)
+            self._steps.compile_step(self._params, self._carried, packed, table, shape=shape, **self._static)
+            self._agreement.wait()
         with self._steps.on_device():
             result, _, self._carried = self._steps.run_step(
                 self._params, self._carried, packed, self._table_of(shape), shape=shape, **self._static

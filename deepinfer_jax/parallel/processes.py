@@ -39,7 +39,9 @@ def join_processes(
             "all three, or none of them in a cluster that JAX knows"
         )
     # JAX aborts a process that misses another, later than our own watch; but at once where process 0 has died.
-    jax.distributed.initialize(coordinator, num_processes, process_id, heartbeat_timeout_seconds=600)
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, heartbeat_timeout_seconds=600, shutdown_timeout_seconds=60
+    )
     if jax.process_count() > 1:
         _watches.append(_Watch(_client(), jax.process_index(), jax.process_count()))
         _watches[0].start()
@@ -81,6 +83,12 @@ class Agreement:
                 f"process {jax.process_index()} is about to launch {what}, process 0 {first}: their requests differ; "
                 "give every process the same requests in the same order"
             )
+
+    def wait(self) -> None:
+        """Waits until all processes are here: a collective of the CPU gives up where one comes half a minute late."""
+        if jax.process_count() > 1:
+            self._count += 1
+            _client().wait_at_barrier(f"deepinfer-{self._name}-{self._count}", _AGREE_TIMEOUT_MS)
 
 
 class _Watch(threading.Thread):
