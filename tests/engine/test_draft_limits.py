@@ -37,7 +37,7 @@ def test_requests_that_lack_pages_are_computed_again(agreeing_model):
     assert engine.stats()["preemptions"] > 0 < engine.stats()["drafts"]["drafts_accepted"]
 
 
-@pytest.mark.parametrize("mode", ["exact", "replay"])
+@pytest.mark.parametrize("mode", ["exact", pytest.param("replay", marks=pytest.mark.slow)])
 def test_known_prefixes_change_nothing(agreeing_model, mode):
     environ = {"DEEPINFER_JAX_PREFIX_CACHE": mode}
     lengths = (300, 64, 129)

@@ -27,7 +27,7 @@ MESHES = [(2, 1), (8, 1), (1, 2), (1, 8), (2, 2), (4, 2), (2, 4)]
 
 
 def engine_on(model: Path, mesh: tuple[int, int], environ: dict[str, str] | None = None, **options) -> LLMEngine:
-    return tiny.tiny_engine(model, environ, num_draft_tokens=DRAFTS, mesh_shape=mesh, **options)
+    return tiny.tiny_engine(model, environ, **{"num_draft_tokens": DRAFTS, "mesh_shape": mesh, **options})
 
 
 def fill(engine: LLMEngine) -> None:
@@ -51,17 +51,18 @@ def wanted(agreeing_model: Path) -> dict[str, Facts]:
     return found
 
 
-def test_a_mesh_gives_what_one_device_gives_while_experts_move(agreeing_model, wanted):
+# Without drafts an engine has only one step to compile; with them the same is below.
+def test_a_mesh_gives_what_one_device_gives_while_experts_move(agreeing_model):
     recorder = Recorder()
-    engine = engine_on(agreeing_model, (2, 2), EPLB, hooks=recorder)
-    assert run(engine) == wanted
+    engine = engine_on(agreeing_model, (2, 2), EPLB, hooks=recorder, num_draft_tokens=0)
+    assert run(engine) == run(engine_on(agreeing_model, (1, 1), num_draft_tokens=0))
     assert all(any(plan.ranks[rank].chunks for plan in recorder.plans) for rank in range(2)), "both ranks had work"
     balancer = engine.pipeline.balancer
     assert balancer is not None and len(balancer.history) > 1
     assert all(one.num_moved > 0 for one in balancer.history)
     first = balancer.history[0]
     assert first.imbalance_after < first.imbalance_before
-    check_weights(engine, tiny.tiny_engine(agreeing_model, num_draft_tokens=DRAFTS))
+    check_weights(engine, engine_on(agreeing_model, (1, 1), num_draft_tokens=0))
     assert engine.stats()["recompilations"] == 0
 
 

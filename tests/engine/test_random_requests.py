@@ -129,6 +129,7 @@ def test_requests_in_company_get_what_they_get_alone(engine):
     check(engine, make_cases(np.random.default_rng(1), 16, max_len=250, max_tokens=160), min_rows=4)
 
 
+@pytest.mark.slow
 def test_requests_in_company_get_what_they_get_alone_with_drafts(agreeing_model):
     engine = tiny.tiny_engine(agreeing_model, **tiny.SCARCE, num_draft_tokens=5)
     check(engine, make_cases(np.random.default_rng(1), 16, max_len=250, max_tokens=160), min_rows=3)

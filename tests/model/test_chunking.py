@@ -25,6 +25,7 @@ from tests.model.running import (
 )
 
 POLICIES = ("fp32_noqdq", "fp32", "bf16", "q")
+QUICK_POLICIES = ["fp32_noqdq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16")), "q"]
 NUM_TOKENS = 61
 # Every choice that the network makes: attended entries, candidate entries, experts.
 ID_STAGES = ("layers.*.topk_idxs", "layers.*.candidate_mask", "layers.*.router_ids")
@@ -35,7 +36,7 @@ def cuts(total: int, size: int) -> list[int]:
     return [min(size, total - start) for start in range(0, total, size)]
 
 
-@pytest.mark.parametrize("numerics", POLICIES)
+@pytest.mark.parametrize("numerics", QUICK_POLICIES)
 def test_chunk_sizes_give_equal_logits_and_caches(tiny_a: tuple[Params, RuntimeConfig], numerics: str):
     params, base = tiny_a
     config = RuntimeConfig(model=base.model, numerics=numerics)
@@ -86,6 +87,7 @@ def check_ids(params: Params, config: RuntimeConfig, num_tokens: int, sizes: Seq
         assert_same_bits(chosen_ids(params, tokens, cuts(num_tokens, size), config=config), whole)
 
 
+@pytest.mark.slow
 def test_chunk_sizes_choose_equal_ids(tiny_a: tuple[Params, RuntimeConfig]):
     """61 tokens: chunks of 64 are one step over the whole prompt."""
     params, base = tiny_a
@@ -113,7 +115,7 @@ def check_random_model(seed: int, numerics: str, num_tokens: int) -> None:
     assert_same_bits(run_chunks(params, tokens, mixed, config=config, slot=1), whole)
 
 
-@pytest.mark.parametrize(("seed", "numerics"), [(11, "q"), (12, "fp32_noqdq")])
+@pytest.mark.parametrize(("seed", "numerics"), [pytest.param(11, "q", marks=pytest.mark.slow), (12, "fp32_noqdq")])
 def test_random_models_do_not_depend_on_chunking(seed: int, numerics: str):
     check_random_model(seed, numerics, num_tokens=125)
 

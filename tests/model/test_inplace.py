@@ -58,7 +58,9 @@ def num_bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-@pytest.fixture(scope="module", params=["cpu", "nvidia"], ids=["looped", "unrolled"])
+@pytest.fixture(
+    scope="module", params=["cpu", pytest.param("nvidia", marks=pytest.mark.slow)], ids=["looped", "unrolled"]
+)
 def step(request, model) -> tuple[RuntimeConfig, jax.stages.Compiled]:
     config = RuntimeConfig(model=model, target=request.param)
     return config, compiled_step(config)

@@ -57,7 +57,8 @@ def live_state(state: State, config: RuntimeConfig) -> State:
     return dataclasses.replace(state, window=window)
 
 
-@pytest.mark.parametrize("numerics", ["q", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", ["q", "fp32"])
 def test_mask_equals_compact(tiny_a: tuple[Params, RuntimeConfig], numerics: str):
     params, base = tiny_a
     config = RuntimeConfig(model=base.model, numerics=numerics)

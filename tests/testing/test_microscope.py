@@ -45,6 +45,7 @@ def test_invariant_rows_are_the_same_in_every_situation(params, config, tokens):
     assert microscope.look(params, tokens, config=config, situations=[BEHIND], reference=STEPS_OF_32) is None
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_found_in_its_layer_and_stage(params, config, tokens, fault):
     finding = microscope.look(params, tokens, config=config, situations=[BEHIND], reference=STEPS_OF_32)
     assert finding is not None

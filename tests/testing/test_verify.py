@@ -27,7 +27,9 @@ TIED_PARTS = {"fp32_noqdq": {"prefill_light"}, "fp32": {"prefill_light", "decode
 SHARED = ("config.json", "tokenizer.json", "prompts.safetensors", "weights_released.safetensors")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [mode if mode in ("q", "fp32_noqdq") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
 def test_every_stage_of_a_prefill_agrees(mode: str):
     report = verify(TINY, mode, parts=("prefill_full",))
     assert report.is_ok, report.to_text()
@@ -118,7 +120,7 @@ def _weight_behind_w2(monkeypatch: pytest.MonkeyPatch) -> None:
     "plant, mode, stage",
     [
         pytest.param(_transposed_comb, "fp32_noqdq", "stream_mid", marks=pytest.mark.slow),
-        (_one_entry_less_visible, "fp32_noqdq", "topk_idxs"),
+        pytest.param(_one_entry_less_visible, "fp32_noqdq", "topk_idxs", marks=pytest.mark.slow),
         pytest.param(_newest_block_not_pinned, "fp32_noqdq", "candidate_mask", marks=pytest.mark.slow),
         pytest.param(_rope_of_the_other_kind_of_layer, "fp32_noqdq", "attn_out", marks=pytest.mark.slow),
         (_weight_behind_w2, "q", "ffn_out"),
