@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Checks and times the kernels of each op on the GPU at hand: one JSON line for each implementation and case.
+
+Cases are those of `deepinfer_jax/kernels/<op>/cases.py`. Every implementation is compared with the reference before it
+is timed, and with --rows each kernel is run with 1 to 256 live rows, whose bits must not change. PyTorch's own
+products are timed in the same run where it is installed. The first line holds the ceilings that were measured.
+
+    python scripts/bench_kernels.py [OP ...] [--cases TEXT ...] [--impl NAME ...] [--rows] [--turns 20]
+"""
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch shares the device
+
+import jax
+
+from deepinfer_jax import kernels
+from deepinfer_jax.kernels.case import REFERENCE, Case
+from deepinfer_jax.testing import kernel_bench
+from deepinfer_jax.testing.facts import run_facts
+
+OPS = sorted(path.parent.name for path in Path(kernels.__path__[0]).glob("*/cases.py"))
+MAX_ROWS = 256
+
+
+def main() -> int:
+    """Prints the lines; the exit status is 1 where any case failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"of {', '.join(OPS)}; all without one")
+    parser.add_argument("--cases", nargs="+", metavar="TEXT", help="only cases whose name holds one of these")
+    parser.add_argument("--impl", nargs="+", metavar="NAME", help="only these implementations")
+    parser.add_argument("--rows", action="store_true", help="also check that rows do not depend on each other")
+    parser.add_argument("--turns", type=int, default=20)
+    args = parser.parse_args()
+    unknown = sorted(set(args.ops) - set(OPS))
+    if unknown:
+        parser.error(f"{unknown[0]} has no cases; choose among {', '.join(OPS)}")
+    facts = run_facts()
+    if jax.devices()[0].platform != "gpu":
+        parser.error(f"kernels are timed on a GPU; this is a {facts['device']}. Tests interpret them on a CPU")
+    ceilings = kernel_bench.measure_ceilings()
+    write({"op": "ceilings", **dataclasses.asdict(ceilings), **facts})
+    is_good = [
+        run_case(case, ceilings, args, facts)
+        for op in args.ops or OPS
+        for case in cases_of(op)
+        if is_wanted(case, args)
+    ]
+    return 0 if all(is_good) else 1
+
+
+def cases_of(op: str) -> tuple[Case, ...]:
+    """The cases of one op."""
+    return importlib.import_module(f"deepinfer_jax.kernels.{op}.cases").CASES
+
+
+def is_wanted(case: Case, args: argparse.Namespace) -> bool:
+    """Whether the options ask for this case."""
+    return args.cases is None or any(text in case.name for text in args.cases)
+
+
+def run_case(case: Case, ceilings: kernel_bench.Ceilings, args: argparse.Namespace, facts: dict[str, str]) -> bool:
+    """Writes the lines of one case; False where it failed, in which case the line says why."""
+    is_good = True
+    for name in [name for name in case.implementations if args.impl is None or name in args.impl]:
+        head = {"op": case.op, "impl": name, "case": case.name}
+        try:
+            for record in kernel_bench.measure(case, [name], ceilings, turns=args.turns):
+                write({**record, **facts})
+            if args.rows and case.keep_rows is not None and name != REFERENCE:
+                counts = list(range(1, min(case.num_rows, MAX_ROWS) + 1))
+                changed = kernel_bench.dependent_rows(case, name, counts)
+                write({**head, "rows": [counts[0], counts[-1]], "rows_that_change_bits": changed, **facts})
+                is_good = is_good and not changed
+        except (ValueError, RuntimeError) as error:
+            write({**head, "error": str(error)[:500], **facts})
+            is_good = False
+    if args.impl is None and (torch := torch_on_gpu()) is not None:
+        for record in kernel_bench.measure_peers(case, torch, turns=args.turns):
+            write({**record, **facts, "torch": torch.__version__})
+    return is_good
+
+
+def torch_on_gpu() -> Any:
+    """PyTorch's module; None where it is not installed or sees no GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    torch = importlib.import_module("torch")
+    return torch if torch.cuda.is_available() else None
+
+
+def write(record: dict[str, Any]) -> None:
+    """One JSON line, at once."""
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

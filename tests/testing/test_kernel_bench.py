@@ -1,0 +1,88 @@
+"""The harness of `scripts/bench_kernels.py`, on an op that a CPU runs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array
+
+from deepinfer_jax.kernels.case import Case
+from deepinfer_jax.testing import kernel_bench
+
+SLOW = kernel_bench.Ceilings(bytes_per_s=1e15, flops_per_s={"bf16": 1e12, "fp8": 2e12})
+
+
+def make_pair(key: Array) -> tuple[Array, Array]:
+    return jax.random.normal(key, (8, 16)), jax.random.normal(key, (16, 4))
+
+
+def keep_first(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
+    rows, weights = inputs
+    return jnp.where(jnp.arange(8)[:, None] < count, rows, 0.0), weights
+
+
+CASE = Case(
+    op="product",
+    name="8 rows",
+    make=make_pair,
+    implementations={
+        "reference": lambda rows, weights: rows @ weights,
+        "row by row": lambda rows, weights: jax.lax.map(lambda row: jnp.sum(row[:, None] * weights, axis=0), rows),
+        "doubled": lambda rows, weights: 2 * (rows @ weights),
+        "mean added": lambda rows, weights: rows @ weights + 1e-6 * jnp.mean(rows),
+    },
+    num_bytes=4 * (8 * 16 + 16 * 4 + 8 * 4),
+    flops=2 * 8 * 16 * 4,
+    keep_rows=keep_first,
+    num_rows=8,
+)
+
+
+def one_record(case: Case, name: str, ceilings: kernel_bench.Ceilings = SLOW) -> dict[str, Any]:
+    (record,) = kernel_bench.measure(case, [name], ceilings, turns=2)
+    return record
+
+
+def test_a_record_says_what_bounds_the_case_and_how_near_it_came() -> None:
+    record = one_record(CASE, "row by row")
+    assert record["bound"] == "compute"
+    assert record["fraction"] == pytest.approx(1e6 * CASE.flops / 1e12 / record["median_us"], rel=0.05, abs=1e-4)
+    assert 0 <= record["rel_err"] < 1e-5
+
+
+def test_a_wrong_implementation_is_not_timed() -> None:
+    with pytest.raises(ValueError, match="doubled is off by 1"):
+        one_record(CASE, "doubled")
+
+
+def test_a_time_below_the_floor_is_an_error() -> None:
+    impossible = kernel_bench.Ceilings(bytes_per_s=1.0, flops_per_s={"bf16": 1.0, "fp8": 1.0})
+    with pytest.raises(ValueError, match="count them again"):
+        one_record(CASE, "reference", impossible)
+
+
+def test_rows_that_depend_on_others_are_found() -> None:
+    counts = list(range(1, 9))
+    assert kernel_bench.dependent_rows(CASE, "row by row", counts) == []
+    assert kernel_bench.dependent_rows(CASE, "mean added", counts) == counts[:-1]
+
+
+def test_integers_must_be_equal_and_nan_is_never_right() -> None:
+    ids = np.arange(3)
+    assert kernel_bench.relative_error(ids, ids) == 0.0
+    assert kernel_bench.relative_error(ids + 1, ids) == float("inf")
+    assert kernel_bench.relative_error(np.array([np.nan]), np.array([1.0])) == float("inf")
+
+
+def test_small_cases_get_more_copies_than_large_ones() -> None:
+    large = dataclasses.replace(CASE, num_bytes=1 << 30)
+    assert kernel_bench.num_copies(large) == 2
+    assert kernel_bench.num_copies(CASE) == kernel_bench.MAX_COPIES
+
+
+def test_a_case_needs_a_reference() -> None:
+    with pytest.raises(ValueError, match="no implementation called reference"):
+        dataclasses.replace(CASE, implementations={})
