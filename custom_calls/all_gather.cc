@@ -23,7 +23,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 }  // namespace
 
 const Target& AllGatherTarget() {
-  static const Target target{"deepinfer.cann.all_gather.v1",
+  static const Target target{"deepinfer.cann.all_gather.v2",
                              "DeepinferAllGather",
                              "x of every device of a group, one behind the other in the order of ranks",
                              {},

@@ -71,7 +71,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 }  // namespace
 
 const Target& AttentionTarget() {
-  static const Target target{"deepinfer.cann.attention.v1",
+  static const Target target{"deepinfer.cann.attention.v2",
                              "DeepinferAttention",
                              "softmax over window and selected keys, the sink in the denominator only",
                              {"aclnnSparseFlashMlaMetadata", "aclnnSparseFlashMla"},

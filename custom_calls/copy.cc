@@ -13,7 +13,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 }  // namespace
 
 const Target& CopyTarget() {
-  static const Target target{"deepinfer.cann.copy.v1",
+  static const Target target{"deepinfer.cann.copy.v2",
                              "DeepinferCopy",
                              "x, copied on the device",
                              {},

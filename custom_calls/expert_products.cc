@@ -53,7 +53,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 }  // namespace
 
 const Target& ExpertProductsTarget() {
-  static const Target target{"deepinfer.cann.expert_products.v1",
+  static const Target target{"deepinfer.cann.expert_products.v2",
                              "DeepinferExpertProducts",
                              "for each group of rows, rows @ w[expert].T; rows behind the last group give zeros",
                              {"aclnnGroupedMatmulWeightNz"},

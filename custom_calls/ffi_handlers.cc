@@ -1,8 +1,9 @@
 // Connects targets to XLA. The only file that sees XLA's headers.
 //
-// A staged call copies its operands to the device, runs, copies the results back and waits. A resident call gets and
-// gives handles (uint32[8]); it enqueues and returns. The last `num_after` operands are dependencies only: they make
-// XLA run their producers first.
+// An operand is a host array, which is copied to the device, or the handle (uint32[8]) of a tensor that is there: bit i
+// of the attribute `handles` is set for operand i. Results are host arrays, and the call waits for them; or, where
+// `is_resident` is set and every operand is a handle, handles of new tensors, and the call enqueues and returns. The
+// last `num_after` operands are dependencies only: they make XLA run their producers first.
 #include <cstring>
 #include <mutex>
 
@@ -111,6 +112,10 @@ AttributeValues ReadAttributes(const Frame& frame, const Target& target) {
   return values;
 }
 
+bool IsHandle(const Frame& frame, const Target& target, size_t operand) {
+  return (ReadAttribute<int64_t>(frame, target, "handles") >> operand & 1) != 0;
+}
+
 void NeedResults(const Frame& frame, const Target& target, size_t wanted) {
   if (frame.rets.size() != wanted) {
     throw BridgeError(Code::kInvalidArgument, std::string(target.name) + " gives " + std::to_string(wanted) +
@@ -154,6 +159,7 @@ void CopyInRunCopyOut(const Target& target, const Frame& frame, Request& request
   Device& device = call.device();
   try {
     for (size_t i = 0; i < request.num_inputs(); ++i) {
+      if (IsHandle(frame, target, i)) continue;
       Tensor& input = request.in(i);
       input.address = call.Temporary(input.dtype, input.dims).address;
       device.Upload(input, Argument(frame, i).untyped_data());
@@ -181,14 +187,22 @@ size_t CountOperands(const Target& target, const Frame& frame) {
   return frame.args.size() - num_after;
 }
 
-void ServeStaged(const Target& target, const Frame& frame, Runtime& runtime) {
+// The operands with their types and shapes; those that are handles with their addresses too.
+std::vector<Tensor> ReadOperands(const Target& target, const Frame& frame, const HandleTable& handles) {
   std::vector<Tensor> inputs;
   for (size_t i = 0; i < CountOperands(target, frame); ++i) {
-    inputs.push_back(TensorOf(Argument(frame, i), std::string(target.name) + ": operand " + std::to_string(i)));
+    const std::string what = std::string(target.name) + ": operand " + std::to_string(i);
+    inputs.push_back(IsHandle(frame, target, i) ? handles.Get(WordsOf(Argument(frame, i), what))
+                                                : TensorOf(Argument(frame, i), what));
   }
-  Request request(target, inputs, ReadAttributes(frame, target));
-  std::vector<Tensor> results = target.infer(request);
-  NeedResults(frame, target, results.size());
+  return inputs;
+}
+
+void NeedArrays(const Target& target, const Frame& frame, const std::vector<Tensor>& results) {
+  if (target.is_in_place && IsHandle(frame, target, 0)) {
+    throw BridgeError(Code::kInvalidArgument,
+                      std::string(target.name) + ": a handle that is written in place gives handles, not arrays");
+  }
   for (size_t i = 0; i < results.size(); ++i) {
     const Tensor given = TensorOf(ResultBuffer(frame, i), std::string(target.name) + ": result " + std::to_string(i));
     if (given.dims != results[i].dims || given.dtype != results[i].dtype) {
@@ -197,32 +211,27 @@ void ServeStaged(const Target& target, const Frame& frame, Runtime& runtime) {
                                                     Described(results[i]));
     }
   }
-  Device& device = runtime.device(frame.ordinal);
-  std::lock_guard<std::mutex> lock(device.mutex);
-  device.Enter();
-  ArenaScope scope(device);
-  Call call(runtime, device);
+}
+
+void GiveArrays(const Target& target, const Frame& frame, Request& request, Call& call, std::vector<Tensor>& results) {
+  NeedArrays(target, frame, results);
+  ArenaScope scope(call.device());
   if (HasWork(results)) CopyInRunCopyOut(target, frame, request, call, results);
 }
 
-void ServeResident(const Target& target, const Frame& frame, Runtime& runtime) {
-  Device& device = runtime.device(frame.ordinal);
-  std::lock_guard<std::mutex> lock(device.mutex);
-  device.Enter();
-  HandleTable& handles = runtime.handles(frame.ordinal);
-  std::vector<Tensor> inputs;
-  for (size_t i = 0; i < CountOperands(target, frame); ++i) {
-    inputs.push_back(handles.Get(WordsOf(Argument(frame, i), std::string(target.name) + ": operand")));
-  }
-  Request request(target, inputs, ReadAttributes(frame, target));
-  std::vector<Tensor> results = target.infer(request);
+void GiveHandles(const Target& target, const Frame& frame, const Request& request, Call& call, HandleTable& handles,
+                 std::vector<Tensor>& results) {
   std::vector<uint32_t*> words;
-  NeedResults(frame, target, results.size());
   for (size_t i = 0; i < results.size(); ++i) {
     words.push_back(const_cast<uint32_t*>(WordsOf(ResultBuffer(frame, i), std::string(target.name) + ": result")));
   }
-  ArenaScope scope(device);
-  Call call(runtime, device);
+  for (size_t i = 0; i < request.num_inputs(); ++i) {
+    if (!IsHandle(frame, target, i)) {
+      throw BridgeError(Code::kInvalidArgument, std::string(target.name) + ": operand " + std::to_string(i) +
+                                                    " is an array; a call that gives handles takes handles only");
+    }
+  }
+  ArenaScope scope(call.device());
   Place(target, request, call, results);
   if (HasWork(results)) target.enqueue(request, call, results);
   scope.Keep();
@@ -234,14 +243,25 @@ void ServeResident(const Target& target, const Frame& frame, Runtime& runtime) {
   }
 }
 
+void ServeOn(const Target& target, const Frame& frame, Runtime& runtime) {
+  Device& device = runtime.device(frame.ordinal);
+  std::lock_guard<std::mutex> lock(device.mutex);
+  device.Enter();
+  HandleTable& handles = runtime.handles(frame.ordinal);
+  Request request(target, ReadOperands(target, frame, handles), ReadAttributes(frame, target));
+  std::vector<Tensor> results = target.infer(request);
+  NeedResults(frame, target, results.size());
+  Call call(runtime, device);
+  if (ReadAttribute<int64_t>(frame, target, "is_resident") != 0) {
+    GiveHandles(target, frame, request, call, handles, results);
+  } else {
+    GiveArrays(target, frame, request, call, results);
+  }
+}
+
 ffi::Error Serve(const Target& target, const Frame& frame) {
   try {
-    Runtime& runtime = Runtime::Get();
-    if (ReadAttribute<int64_t>(frame, target, "is_resident") != 0) {
-      ServeResident(target, frame, runtime);
-    } else {
-      ServeStaged(target, frame, runtime);
-    }
+    ServeOn(target, frame, Runtime::Get());
     return ffi::Error::Success();
   } catch (const BridgeError& error) {
     return ffi::Error(static_cast<ffi::ErrorCode>(error.code()), error.what());

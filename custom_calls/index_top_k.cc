@@ -69,7 +69,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 }  // namespace
 
 const Target& IndexTopKTarget() {
-  static const Target target{"deepinfer.cann.index_top_k.v1",
+  static const Target target{"deepinfer.cann.index_top_k.v2",
                              "DeepinferIndexTopK",
                              "places of the k keys with the largest sum of weight * relu(q . key) over heads",
                              {"aclnnQuantLightningIndexerV2Metadata", "aclnnQuantLightningIndexerV2"},

@@ -27,7 +27,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 
 const Target& LinearTarget() {
   static const Target target{
-      "deepinfer.cann.linear.v1",
+      "deepinfer.cann.linear.v2",
       "DeepinferLinear",
       "x @ w.T",
       {"aclnnMatmul"},

@@ -30,7 +30,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 }  // namespace
 
 const Target& LinearMxfp8Target() {
-  static const Target target{"deepinfer.cann.linear_mxfp8.v1",
+  static const Target target{"deepinfer.cann.linear_mxfp8.v2",
                              "DeepinferLinearMxfp8",
                              "quantised x @ dequantised w.T",
                              {"aclnnDynamicMxQuant", "aclnnQuantMatmulV5"},

@@ -22,7 +22,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 }  // namespace
 
 const Target& PsumTarget() {
-  static const Target target{"deepinfer.cann.psum.v1",
+  static const Target target{"deepinfer.cann.psum.v2",
                              "DeepinferPsum",
                              "the sum of x over the devices of a group",
                              {},

@@ -21,7 +21,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 }  // namespace
 
 const Target& QuantizeMxfp8Target() {
-  static const Target target{"deepinfer.cann.quantize_mxfp8.v1",
+  static const Target target{"deepinfer.cann.quantize_mxfp8.v2",
                              "DeepinferQuantizeMxfp8",
                              "x as E4M3 bytes and E8M0 scale bytes, 32 channels to a scale",
                              {"aclnnDynamicMxQuant"},

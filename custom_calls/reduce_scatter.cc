@@ -25,7 +25,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 }  // namespace
 
 const Target& ReduceScatterTarget() {
-  static const Target target{"deepinfer.cann.reduce_scatter.v1",
+  static const Target target{"deepinfer.cann.reduce_scatter.v2",
                              "DeepinferReduceScatter",
                              "one part of the sum of x over the devices of a group, parts in the order of ranks",
                              {},

@@ -26,7 +26,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 
 const Target& RmsNormTarget() {
   static const Target target{
-      "deepinfer.cann.rms_norm.v1",
+      "deepinfer.cann.rms_norm.v2",
       "DeepinferRmsNorm",
       "x / sqrt(mean(x^2) + eps) * weight over the last axis",
       {"aclnnRmsNorm"},

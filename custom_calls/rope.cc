@@ -33,7 +33,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 }  // namespace
 
 const Target& RopeTarget() {
-  static const Target target{"deepinfer.cann.rope.v1",
+  static const Target target{"deepinfer.cann.rope.v2",
                              "DeepinferRope",
                              "x with its last R channels rotated; the inverse takes -sin",
                              {"aclnnInplacePartialRotaryMul"},

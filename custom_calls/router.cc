@@ -35,7 +35,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 
 const Target& RouterTarget() {
   static const Target target{
-      "deepinfer.cann.router.v1",
+      "deepinfer.cann.router.v2",
       "DeepinferRouter",
       "the k best of sqrt(softplus(logits)) + bias, and their unbiased scores summing to scaling",
       {"aclnnMoeGatingTopKV2"},

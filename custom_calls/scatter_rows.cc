@@ -28,7 +28,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 const Target& ScatterRowsTarget() {
   static const std::vector<DataType> kinds = {DataType::kBf16, DataType::kFloat, DataType::kUint8};
   static const Target target{
-      "deepinfer.cann.scatter_rows.v1",
+      "deepinfer.cann.scatter_rows.v2",
       "DeepinferScatterRows",
       "cache with rows written at the indices, which are different and not negative",
       {"aclnnScatterNdUpdate"},

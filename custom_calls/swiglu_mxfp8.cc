@@ -28,7 +28,7 @@ void Enqueue(const Request& request, Call& call, const std::vector<Tensor>& resu
 
 const Target& SwigluMxfp8Target() {
   static const Target target{
-      "deepinfer.cann.swiglu_mxfp8.v1",
+      "deepinfer.cann.swiglu_mxfp8.v2",
       "DeepinferSwigluMxfp8",
       "silu(min(gate, limit)) * clip(up, +-limit) * weight, quantised and as it was before",
       {"aclnnSwigluGroupQuant"},

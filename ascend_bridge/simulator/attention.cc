@@ -70,22 +70,26 @@ void AddRows(std::vector<const double*>& valid, const Values& rows, const Values
   for (int64_t i = 0; i < count; ++i) valid.push_back(rows.data() + (batch * length + i) * kHeadDim);
 }
 
-// softmax(q k / ...) k over the rows, the sink in the denominator only.
-void AttendHead(const double* q, const std::vector<const double*>& rows, double sink, double scale, double* out) {
+// softmax(q k) k over the rows, the sink in the denominator only. A product of matrices takes operands of one type, so
+// that a probability, scaled by the largest one, is rounded to that of the rows before it meets them.
+void AttendHead(const double* q, const std::vector<const double*>& rows, double sink, double scale, DataType dtype,
+                double* out) {
+  std::fill(out, out + kHeadDim, 0.0);
+  if (rows.empty()) return;
   std::vector<double> scores;
-  double peak = sink;
   for (const double* row : rows) {
     double dot = 0;
     for (int64_t i = 0; i < kHeadDim; ++i) dot += q[i] * row[i];
     scores.push_back(dot * scale);
-    peak = std::max(peak, scores.back());
   }
+  const double peak = *std::max_element(scores.begin(), scores.end());
   double total = std::exp(sink - peak);
-  for (double& score : scores) total += score = std::exp(score - peak);
-  std::fill(out, out + kHeadDim, 0.0);
   for (size_t r = 0; r < rows.size(); ++r) {
-    for (int64_t i = 0; i < kHeadDim; ++i) out[i] += scores[r] / total * rows[r][i];
+    const double share = std::exp(scores[r] - peak), rounded = RoundTo(dtype, share);
+    total += share;
+    for (int64_t i = 0; i < kHeadDim; ++i) out[i] += rounded * rows[r][i];
   }
+  for (int64_t i = 0; i < kHeadDim; ++i) out[i] /= total;
 }
 
 struct Attention {
@@ -109,7 +113,8 @@ struct Attention {
       AddRows(rows, window, window_used, batch, ori.dim(1));
       if (has_cmp) AddRows(rows, chosen, chosen_used, batch, cmp.dim(1));
       for (int64_t i = batch * per_batch; i < (batch + 1) * per_batch; ++i) {
-        AttendHead(queries.data() + i * kHeadDim, rows, sink[i % q.dim(2)], scale, result.data() + i * kHeadDim);
+        AttendHead(queries.data() + i * kHeadDim, rows, sink[i % q.dim(2)], scale, q.dtype,
+                   result.data() + i * kHeadDim);
       }
     }
     memory.Store(out, result);

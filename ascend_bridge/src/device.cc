@@ -23,7 +23,7 @@ void* Arena::Take(size_t bytes) {
                                                     std::to_string(bytes_ - used_) + " left and " +
                                                     std::to_string(padded) +
                                                     " are needed; end the step, or open the bridge with more "
-                                                    "arena_bytes");
+                                                    "arena_bytes (DEEPINFER_JAX_ASCEND_ARENA)");
   }
   void* address = base_ + used_;
   used_ += padded;

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <string>
 
 namespace deepinfer::ascend {
@@ -9,8 +10,11 @@ namespace {
 
 constexpr uint32_t kMagic = 0x41534E44;  // "ASND"
 
-uint32_t CheckWord(const uint32_t* words) {
-  uint32_t hash = 2166136261u ^ static_cast<uint32_t>(getpid());
+// Tables made so far in this process: handles of a bridge that was closed are none of the next one's.
+std::atomic<uint32_t> num_tables{0};
+
+uint32_t CheckWord(const uint32_t* words, uint32_t table) {
+  uint32_t hash = 2166136261u ^ static_cast<uint32_t>(getpid()) ^ table * 2654435769u;
   for (size_t i = 0; i + 1 < kHandleWords; ++i) hash = (hash ^ words[i]) * 16777619u;
   return hash;
 }
@@ -23,6 +27,8 @@ uint32_t CheckWord(const uint32_t* words) {
 }
 
 }  // namespace
+
+HandleTable::HandleTable(Device& device) : device_(device), number_(++num_tables) {}
 
 Handle HandleTable::AddTemporary(const Tensor& tensor) { return Add(tensor, false); }
 
@@ -50,17 +56,17 @@ Handle HandleTable::WordsOf(uint32_t index) const {
                   static_cast<uint32_t>(bytes),
                   static_cast<uint32_t>(bytes >> 32),
                   0};
-  words[kHandleWords - 1] = CheckWord(words.data());
+  words[kHandleWords - 1] = CheckWord(words.data(), number_);
   return words;
 }
 
 uint32_t HandleTable::IndexOf(const uint32_t* words) const {
   if (words[0] != kMagic) RefuseWords("the first one is not the magic number");
-  if (words[kHandleWords - 1] != CheckWord(words)) RefuseWords("the check word does not match");
   if (words[1] != static_cast<uint32_t>(device_.ordinal())) {
     RefuseWords("the tensor is on device " + std::to_string(words[1]) + ", and this call runs on device " +
                 std::to_string(device_.ordinal()));
   }
+  if (words[kHandleWords - 1] != CheckWord(words, number_)) RefuseWords("the check word does not match");
   const uint32_t index = words[2];
   if (index >= slots_.size() || !slots_[index].is_live || slots_[index].generation != words[3]) {
     throw BridgeError(Code::kFailedPrecondition,

@@ -16,7 +16,7 @@ using Handle = std::array<uint32_t, kHandleWords>;  // magic, ordinal, slot, gen
 // The tensors of one device that handles name. Used with the device's mutex held.
 class HandleTable {
  public:
-  explicit HandleTable(Device& device) : device_(device) {}
+  explicit HandleTable(Device& device);
 
   // A tensor in the arena; it is gone at `EndStep`.
   Handle AddTemporary(const Tensor& tensor);
@@ -54,6 +54,7 @@ class HandleTable {
   void Drop(Slot& slot);
 
   Device& device_;
+  const uint32_t number_;  // among all tables of the process
   std::vector<Slot> slots_;
 };
 

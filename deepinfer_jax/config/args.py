@@ -29,7 +29,7 @@ class EngineArgs:
     """Arguments of an engine (spec: interface 6); None means not given.
 
     Wrong types raise TypeError and values outside their range ValueError, naming the field.
-    `model` None is the embedded model. `batch_invariant`, `device`, `kernels`, `numerics`,
+    `model` None is the embedded model. `batch_invariant`, `device`, `host_ops`, `kernels`, `numerics`,
     `num_draft_tokens`, `spec_mode` and `varlen_verification` are the variables of the same meaning.
     The mesh is (data parallel, context parallel). Prompts of more than `ignore_len` tokens end as too
     long; `gpu_memory_utilization` is the share of the device's memory for weights and caches, and
@@ -73,6 +73,7 @@ class EngineArgs:
     num_draft_tokens: int | None = None
     spec_mode: str | None = None
     varlen_verification: bool | None = None
+    host_ops: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer"):
@@ -88,7 +89,7 @@ _OPTIONAL = frozenset(f.name for f in dataclasses.fields(EngineArgs) if f.defaul
 _CHECKS: dict[str, tuple[type, int | None]] = {
     **dict.fromkeys(("model", "served_model_name", "tokenizer", "load_format"), (str, None)),
     **dict.fromkeys(("revision", "tokenizer_revision", "dtype"), (str, None)),
-    **dict.fromkeys(("device", "numerics", "kernels", "spec_mode"), (str, None)),
+    **dict.fromkeys(("device", "numerics", "kernels", "host_ops", "spec_mode"), (str, None)),
     **dict.fromkeys(("trust_remote_code", "disable_log_stats", "chunked_prefill"), (bool, None)),
     **dict.fromkeys(("stop_preempted_request", "offline_inference"), (bool, None)),
     **dict.fromkeys(("batch_invariant", "varlen_verification"), (bool, None)),

@@ -17,9 +17,9 @@ from deepinfer_jax.config.forms import BOOL, COUNT, GIB, STEPS, TEXT, Form, Valu
 from deepinfer_jax.config.runtime import NumericsName
 
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
-# Names in use beside these: kernels, processes, routing studies, host tables, transport, Ascend.
+# Names in use beside these: kernels, processes, routing studies, host tables, transport.
 LANDED: frozenset[str] = frozenset(
-    {"model", "replay", "engine", "sampling", "speculation", "vision", "sharding", "balancing"}
+    {"model", "replay", "engine", "sampling", "speculation", "vision", "sharding", "balancing", "Ascend"}
 )
 
 PREFIX = "DEEPINFER_"
@@ -221,6 +221,13 @@ _TABLE = (
     Variable("DEEPINFER_JAX_GRAMMAR_WHITESPACE", COUNT, 8, "sampling",
              "longest whitespace run that a grammar allows"),
     Variable("DEEPINFER_JAX_ASCEND_SIM", BOOL, False, "Ascend", "use the Ascend simulator"),
+    Variable("DEEPINFER_JAX_ASCEND_MODE", choice("staged", "resident"), "resident", "Ascend",
+             "weights of an Ascend device: copied for each call, or kept there"),
+    Variable("DEEPINFER_JAX_ASCEND_HOST_OPS", TEXT, "", "Ascend",
+             "ops that the host may compute for an Ascend device, with commas; `missing`: all without an operator",
+             field="host_ops"),
+    Variable("DEEPINFER_JAX_ASCEND_ARENA", forms.BYTES, 64 * 2**20, "Ascend",
+             "memory of an Ascend device for workspaces and temporaries of a step", field="ascend_arena_bytes"),
     Variable("DEEPINFER_JAX_ASCEND_LIBDIR", TEXT, None, "Ascend", "CANN's library folder"),
     Variable("DEEPINFER_JAX_ASCEND_ACCEPT_VERSION", TEXT, None, "Ascend",
              "CANN version to accept outside the tested range"),

@@ -60,6 +60,8 @@ class EngineConfig:
     tensor_parallel_size: int
     numerics: str | None
     kernels: str
+    host_ops: str  # names with commas between them
+    ascend_mode: str
     batch_invariant: bool | None
     jit_cache_dir: str | None
     engram_pad_token: int

@@ -35,6 +35,15 @@ NUMERICS: dict[str, Numerics] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What single ops run on: the target of a step, a choice among implementations, and what the host may compute."""
+
+    target: str = "cpu"
+    kernels: KernelChoice = "auto"
+    host_ops: tuple[str, ...] = ()  # ops of an Ascend device's step that the host may compute
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
     """Everything a step needs to know that is not an array. Hashable: it is a static argument of `jax.jit`.
 
@@ -51,6 +60,7 @@ class RuntimeConfig:
     replay_keep_tokens: int = 0  # last prompt tokens that run them
     kernels: KernelChoice = "auto"
     target: str = "cpu"  # what the step is built for; never read from the attached devices
+    host_ops: tuple[str, ...] = ()  # ops that the host may compute where the target is an Ascend device
     dp: int = 1  # devices along the mesh's data-parallel axis; a step of several runs inside `shard_map`
     cp: int = 1  # and along its context-parallel one
     splits_rows: bool = True  # whether the devices of one dp rank share its rows; else each computes all of them
@@ -79,6 +89,11 @@ class RuntimeConfig:
         if self.row_tile not in (8, 16, 32):
             raise ValueError(f"row_tile={self.row_tile} must be 8, 16 or 32")
 
+    @property
+    def backend(self) -> Backend:
+        """What `kernels/registry.py` chooses implementations by."""
+        return Backend(target=self.target, kernels=self.kernels, host_ops=self.host_ops)
+
     def num_pieces(self, axes: tuple[str, ...]) -> int:
         """How many pieces an array is cut into that is spread over these mesh axes."""
         return math.prod(getattr(self, axis) for axis in axes)
@@ -105,8 +120,11 @@ class RuntimeConfig:
 
     @property
     def loops_layers(self) -> bool:
-        """Whether all layers share one compiled body. A CPU compiles far less; a GPU would wait at each branch."""
-        return self.target == "cpu"
+        """Whether all layers share one compiled body. A CPU compiles far less; a GPU would wait at each branch.
+
+        A step for an Ascend device is a program of the CPU that calls the device for single operators.
+        """
+        return self.target in ("cpu", "ascend")
 
     @property
     def activation_dtype(self) -> np.dtype:

@@ -156,7 +156,7 @@ def make_buckets(
 
 def prefill_limit(max_num_batched_tokens: int, *, is_chunked: bool, target: str) -> int:
     """Rows of the largest prefill step."""
-    if is_chunked and target == "cpu":
+    if is_chunked and target in ("cpu", "ascend"):  # the host runs the steps of an Ascend device
         return min(max_num_batched_tokens, MAX_CPU_CHUNK)
     return max_num_batched_tokens
 

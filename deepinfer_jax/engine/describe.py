@@ -31,6 +31,8 @@ from deepinfer_jax.engine.costs import (
     weight_reads,
 )
 from deepinfer_jax.engine.setup import locate_configured, make_runtime
+from deepinfer_jax.kernels.catalog import OPS
+from deepinfer_jax.kernels.registry import names
 from deepinfer_jax.model.params import leaf_at
 from deepinfer_jax.model.parts import schema_of
 from deepinfer_jax.model.shardings import placed_params
@@ -82,6 +84,7 @@ class Description:
     decode: tuple[DecodeCost, ...]
     prefill: tuple[PrefillCost, ...]
     weight_reads: tuple[WeightReads, ...]
+    kernels: dict[str, tuple[str, ...]]  # of each op with more than a reference, first choice first
     effective_config: tuple[Setting, ...]  # empty when no engine configuration was given
 
 
@@ -124,6 +127,7 @@ def describe(
         decode=tuple(decode_cost(config, n, cache=cache) for n in CONTEXTS),
         prefill=tuple(prefill_cost(config, n) for n in CONTEXTS),
         weight_reads=tuple(weight_reads(config, n) for n in BATCHES),
+        kernels=names(OPS, runtime.backend),
         effective_config=_settings(engine) if engine is not None else (),
     )
 
@@ -178,6 +182,7 @@ def to_text(description: Description) -> str:
         _decode_table(d),
         _prefill_table(d),
         _reads_table(d),
+        _kernels_table(d),
     ]
     if d.effective_config:
         shown = {None: "unset", "": "(empty)"}
@@ -241,6 +246,11 @@ def _reads_table(d: Description) -> str:
         for r in d.weight_reads
     ]
     return "weights read by a decode step (experts chosen evenly):\n" + _table(rows)
+
+
+def _kernels_table(d: Description) -> str:
+    rows = [(op, ", ".join(found) or "none") for op, found in d.kernels.items()]
+    return "implementations, first choice first:\n" + _table(rows, is_numeric=False)
 
 
 def _table(rows: Sequence[Sequence[str]], *, is_numeric: bool = True) -> str:

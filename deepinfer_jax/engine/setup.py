@@ -16,9 +16,14 @@ from deepinfer_jax.config.args import DEFAULT, EngineConfig
 from deepinfer_jax.config.forms import token_ranges
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.places import cache_folder, writable_folder
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine import ascend
 from deepinfer_jax.engine.balancing import BalancePlan
 from deepinfer_jax.engine.drafting import Speculation
+from deepinfer_jax.kernels.ascend import Bridge
+from deepinfer_jax.kernels.ascend_coverage import host_ops
+from deepinfer_jax.kernels.registry import ASCEND
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.parallel.mesh import make_mesh
 from deepinfer_jax.sampling.logits import SampleSettings
@@ -26,8 +31,8 @@ from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 RELEASED_NUMERICS = "q"
 MIN_ROLLBACK_TOKENS = 6  # the rings' size in every engine, so that drafts need no other layout
-_PLATFORMS = {"cpu": "cpu", "nvidia": "gpu"}
-_TARGETS = {platform: target for target, platform in _PLATFORMS.items()}
+_PLATFORMS = {"cpu": "cpu", "nvidia": "gpu", ASCEND: "cpu"}
+_TARGETS = {"cpu": "cpu", "gpu": "nvidia"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     _check_processes(config)
     keep_compiled_programs(config.jit_cache_dir)
     location = locate_configured(config)
+    bridge = open_ascend(config, load_config(location)) if target == ASCEND else None
     load_format: LoadFormat = "dummy" if config.load_format == "dummy" else "auto"
     with jax.default_device(device):
         params, model = load_model(
@@ -59,15 +65,18 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
             load_format=load_format,
             seed=config.seed or 0,
             with_draft=config.num_draft_tokens > 0,
-            with_vision=jax.process_count() == 1,
+            with_vision=jax.process_count() == 1 and bridge is None,
             spare_experts=config.num_extra_experts if mesh is not None else 0,
         )
     if config.source("engram_pad_token") != DEFAULT:
         model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)
     speculation, balance = make_speculation(config, model), make_balance_plan(config, params)
+    runtime = make_runtime(config, model, target=target, max_drafts=speculation.max_drafts)
+    if bridge is not None:
+        params = ascend.place_params(params, runtime, bridge, mode=config.ascend_mode)
     return LoadedModel(
         params=params,
-        runtime=make_runtime(config, model, target=target, max_drafts=speculation.max_drafts),
+        runtime=runtime,
         tokenizer=find_tokenizer(config, location, model),
         max_model_len=context_limit(config, model),
         device=device,
@@ -75,6 +84,15 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
         speculation=speculation,
         balance=balance,
     )
+
+
+def open_ascend(config: EngineConfig, model: ModelConfig) -> Bridge:
+    """The bridge to an Ascend device, once it is known that the model can run there; see `engine/ascend.py`."""
+    speculation = make_speculation(config, model)
+    ascend.check_step(config, make_runtime(config, model, target=ASCEND), speculation)
+    bridge = ascend.join_bridge(config)
+    ascend.check_invariance(config, bridge)
+    return bridge
 
 
 def _check_processes(config: EngineConfig) -> None:
@@ -121,7 +139,7 @@ def choose_device(name: str) -> tuple[Any, str]:
     if name == "auto":
         device = jax.local_devices()[0]
         return device, _TARGETS.get(str(device.platform), str(device.platform))
-    platform = _PLATFORMS.get(name, name)
+    platform = _PLATFORMS.get(name, name)  # the host runs the steps of an Ascend device
     try:
         return jax.local_devices(backend=platform)[0], name
     except RuntimeError as error:
@@ -194,10 +212,15 @@ def context_limit(config: EngineConfig, model: ModelConfig) -> int:
 
 def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str, max_drafts: int = 0) -> RuntimeConfig:
     """The static configuration of every step. Raises NotImplementedError for a promise that the target cannot keep."""
-    if config.batch_invariant and target != "cpu":
+    if config.batch_invariant and target not in ("cpu", ASCEND):
         raise NotImplementedError(
             f"batch-invariant mode (DEEPINFER_BATCH_INVARIANT) cannot be promised on {target} in this version: XLA may "
             "choose other products for other batch sizes there; unset it, or run on the cpu"
+        )
+    if config.host_ops and target != ASCEND:
+        raise ValueError(
+            f"host_ops={config.host_ops!r} says what the host computes for an Ascend device, and the target is "
+            f"{target}; leave it out"
         )
     # A state that is kept for later turns may be taken up so many tokens before its end.
     extra = config.store_extra_tokens if config.store_extra_state else 0
@@ -211,6 +234,7 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str, max_d
         replay_keep_tokens=config.replay_keep_tokens,
         kernels=config.kernels,
         target=target,
+        host_ops=host_ops(config.host_ops),
         counts_experts=config.eplb_interval_steps > 0,
         dp=config.mesh_shape[0],
         cp=config.mesh_shape[1],

@@ -8,7 +8,8 @@ import ctypes
 import json
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from deepinfer_jax.config.environ import PROCESS_ENVIRON, VARIABLES, read_variable
+from deepinfer_jax.config.resolved import EngineConfig
 from deepinfer_jax.kernels import ffi
 from deepinfer_jax.pytree import pytree_dataclass, static_field
 
@@ -90,25 +92,35 @@ class AscendOptions:
 def options_from_environ(environ: Mapping[str, str] = PROCESS_ENVIRON) -> AscendOptions:
     """The options that the environment asks for: `DEEPINFER_JAX_ASCEND_*`, and where CANN's set_env.sh says it is."""
 
-    def value(name: str) -> Any:
-        return read_variable(VARIABLES[f"DEEPINFER_JAX_ASCEND_{name}"], environ)
+    return _options(lambda name: read_variable(VARIABLES[name], environ), environ)
 
+
+def options_from_config(config: EngineConfig, environ: Mapping[str, str] = PROCESS_ENVIRON) -> AscendOptions:
+    """The options of an engine's configuration; `environ` tells where CANN's set_env.sh says it is."""
+    return _options(config.value, environ)
+
+
+def _options(value: Callable[[str], Any], environ: Mapping[str, str]) -> AscendOptions:
     return AscendOptions(
-        use_simulator=value("SIM"),
-        library_dir=value("LIBDIR") or "",
+        use_simulator=value("DEEPINFER_JAX_ASCEND_SIM"),
+        library_dir=value("DEEPINFER_JAX_ASCEND_LIBDIR") or "",
         home_dir=environ.get("ASCEND_HOME_PATH") or environ.get("ASCEND_TOOLKIT_HOME") or "",
-        accept_version=value("ACCEPT_VERSION") or "",
-        sync_timeout_ms=value("SYNC_TIMEOUT_MS"),
-        is_blocking=value("BLOCKING"),
-        determinism=value("DETERMINISM"),
+        accept_version=value("DEEPINFER_JAX_ASCEND_ACCEPT_VERSION") or "",
+        arena_bytes=value("DEEPINFER_JAX_ASCEND_ARENA"),
+        sync_timeout_ms=value("DEEPINFER_JAX_ASCEND_SYNC_TIMEOUT_MS"),
+        is_blocking=value("DEEPINFER_JAX_ASCEND_BLOCKING"),
+        determinism=value("DEEPINFER_JAX_ASCEND_DETERMINISM"),
     )
 
 
 @pytree_dataclass
 class DeviceArray:
-    """A tensor in device memory, named inside jitted programs by eight words that no arithmetic may touch."""
+    """A tensor in device memory, named inside jitted programs by eight words that no arithmetic may touch.
 
-    words: UInt32[Array, " eight"]
+    Words with leading axes name several tensors of one shape; indexing the tree takes one of them.
+    """
+
+    words: UInt32[Array, "*stack eight"]
     shape: tuple[int, ...] = static_field()
     dtype: np.dtype = static_field()
 
@@ -154,6 +166,15 @@ class Bridge:
             ),
         )
         return DeviceArray(words=jax.device_put(words, seats[device]), shape=shape, dtype=dtype)
+
+    def put_stack(self, arrays: np.ndarray | Array, *, num_lead: int = 1, device: int = 0) -> DeviceArray:
+        """One device tensor for each index of the leading axes, which the words keep; freed when the words are gone."""
+        host = np.asarray(arrays)
+        placed = [self.put(array, device=device) for array in host.reshape(-1, *host.shape[num_lead:])]
+        words = np.stack([np.asarray(one.words) for one in placed]).reshape(*host.shape[:num_lead], HANDLE_WORDS)
+        held = jax.device_put(words, jax.local_devices(backend=ffi.PLATFORM)[device])
+        weakref.finalize(held, _release_all, self.library, words).atexit = False  # an ending process frees everything
+        return DeviceArray(words=held, shape=placed[0].shape, dtype=placed[0].dtype)
 
     def get(self, array: DeviceArray) -> np.ndarray:
         """The tensor as a host array, after everything that was enqueued before."""
@@ -238,6 +259,13 @@ def open_bridge(options: AscendOptions | None = None) -> Bridge:
     return bridge
 
 
+def current_bridge() -> Bridge | None:
+    """The open bridge of the process, None if there is none."""
+    library = ffi.load_bridge()
+    code = library.deepinfer_ascend_describe(ctypes.byref(ctypes.c_char_p()))
+    return None if _CODES.get(code) == "FAILED_PRECONDITION" else _describe(library)
+
+
 def why_not(library: ctypes.CDLL, operator: str) -> tuple[str, str]:
     """Why the open bridge cannot use an operator ("" when it can), and the library that has it ("" when none does)."""
     reason, path = ctypes.c_char_p(), ctypes.c_char_p()
@@ -267,6 +295,12 @@ def _describe(library: ctypes.CDLL) -> Bridge:
         is_simulator=facts["is_simulator"],
         libraries=tuple(facts["libraries"]),
     )
+
+
+def _release_all(library: ctypes.CDLL, words: np.ndarray) -> None:
+    """Frees tensors that nothing names any more; those of a closed bridge or a reset device are gone already."""
+    for one in words.reshape(-1, HANDLE_WORDS):
+        library.deepinfer_ascend_release(_address(np.ascontiguousarray(one)))
 
 
 def _address(array: np.ndarray) -> ctypes.c_void_p:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from deepinfer_jax.config.roles import replay_boundary
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.rms_norm.api import rms_norm
 from deepinfer_jax.model import engram as memory
 from deepinfer_jax.model import replay
 from deepinfer_jax.model.batch import ImageRows, Rows, StepBatch, derive_rows, own_part, pad_rows
@@ -21,7 +22,6 @@ from deepinfer_jax.model.variants import Layer, all_layers, stacked_layers
 from deepinfer_jax.model.vision import place_spans
 from deepinfer_jax.ops import hyper, paged
 from deepinfer_jax.ops.invariant import map_rows, row_product
-from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.parallel import context
 from deepinfer_jax.pytree import pytree_dataclass
 
@@ -195,7 +195,9 @@ def _head(
     """Float32 logits of the wanted rows, from the last sublayer's pre-mix (spec: backbone 8)."""
 
     def norm(stages: Stages, streams: Array, pre: Array) -> Float[Array, "B D"]:
-        hidden = rms_norm(hyper.collapse(streams, pre), params.norm, eps=config.model.rms_norm_eps)
+        hidden = rms_norm(
+            hyper.collapse(streams, pre), params.norm, eps=config.model.rms_norm_eps, backend=config.backend
+        )
         return stages.note("final_hidden", hidden)
 
     hidden = stages.map_rows(norm, carry.streams, carry.pre, num_live=num_live, config=config)

@@ -17,6 +17,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.attention.api import key_segments
+from deepinfer_jax.kernels.linear.api import linear
+from deepinfer_jax.kernels.rms_norm.api import rms_norm
 from deepinfer_jax.model import attention as attending
 from deepinfer_jax.model.backbone import embed_tokens
 from deepinfer_jax.model.batch import Rows, rows_at
@@ -29,8 +32,7 @@ from deepinfer_jax.model.variants import Index, Layer, layer_weights, rope_table
 from deepinfer_jax.ops import hyper, paged
 from deepinfer_jax.ops.attention import attend_blocks
 from deepinfer_jax.ops.invariant import map_rows, row_product
-from deepinfer_jax.ops.linear import linear, linear_f32
-from deepinfer_jax.ops.norm import rms_norm
+from deepinfer_jax.ops.linear import linear_f32
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
 from deepinfer_jax.parallel import context
 from deepinfer_jax.pytree import pytree_dataclass
@@ -87,8 +89,8 @@ def write_context(
     quantizes = config.policy.quantizes_activations
 
     def on_tile(_: Stages, hidden: Array, positions: Array) -> list[ScaledArray]:
-        x = linear(fp8_roundtrip(hidden) if quantizes else hidden, main_proj)
-        x = rms_norm(x, draft.main_norm, eps=model.rms_norm_eps)
+        x = linear(fp8_roundtrip(hidden) if quantizes else hidden, main_proj, backend=config.backend)
+        x = rms_norm(x, draft.main_norm, eps=model.rms_norm_eps, backend=config.backend)
         x = fp8_roundtrip(x) if quantizes else x
         tables = rope_tables(positions, _layer(0), config=model)
         own = [(wkv[k], draft.attention.kv_norm[k]) for k in range(num_stages)]
@@ -139,7 +141,9 @@ def draft_block(
 
     def collapse(stages: Stages, streams: Array, pre: Array) -> tuple[Array, Array]:
         hidden = stages.note("mtp.head_in", hyper.collapse(streams, pre))
-        return hidden, stages.note("mtp.final_hidden", rms_norm(hidden, draft.norm, eps=model.rms_norm_eps))
+        return hidden, stages.note(
+            "mtp.final_hidden", rms_norm(hidden, draft.norm, eps=model.rms_norm_eps, backend=config.backend)
+        )
 
     hidden, normed = stages.map_rows(collapse, streams, pre, num_live=rows.num_live, config=config)
     head = params.head.astype(normed.dtype)
@@ -265,7 +269,7 @@ def attend_to_block(
             row = jnp.where(exists, block.first_row[:, None] + places, -1)
             return dequantize(paged.take_rows(new_kv, row), q.dtype), exists
 
-        segments = attending.key_segments(
+        segments = key_segments(
             context_block, own_block, num_rows=slots.shape[0], num_window=window_size, num_others=size
         )
         return attend_blocks(q, segments, sink, has_fixed_trips=config.has_fixed_trips)

@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.rms_norm.api import rms_norm
 from deepinfer_jax.model import attention as attending
 from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.engram import engram
@@ -20,7 +21,6 @@ from deepinfer_jax.model.variants import Layer, RopeTables, layer_weights, rope_
 from deepinfer_jax.ops import hyper, paged
 from deepinfer_jax.ops.invariant import ordered_sum, round_to
 from deepinfer_jax.ops.moe import combine
-from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.parallel import context
 from deepinfer_jax.pytree import pytree_dataclass, static_field
@@ -146,7 +146,7 @@ def enter(
         streams = stages.note(f"{prefix}.stream_in", streams)
         pre = stages.note(f"{prefix}.pre_mix_in", pre)
         mix = _mix(mixer, streams, f"{prefix}.hc_attn", config=config, stages=stages)
-        x = rms_norm(hyper.collapse(streams, pre), norm, eps=config.model.rms_norm_eps)
+        x = rms_norm(hyper.collapse(streams, pre), norm, eps=config.model.rms_norm_eps, backend=config.backend)
         x = stages.note(f"{prefix}.attn_in", x)
         tables = rope_tables(positions, layer, config=config.model)
         projected = attending.project(own, x, tables, prefix=prefix, config=config, stages=stages)
@@ -175,7 +175,7 @@ def finish(
     index = layer.layer
     mixer, norm = layer_slice(params.hc_ffn, index), params.ffn_norm[index]
     shared = layer_weights(params.moe.shared, index, dtype=attended.dtype)
-    gate, bias = params.moe.gate[index], params.moe.bias[index][None, :]
+    gate, bias = layer_slice(params.moe.gate, index), params.moe.bias[index][None, :]
 
     def before_experts(
         stages: Stages, attended: Array, entered: Entered, is_image: Array | None
@@ -184,7 +184,9 @@ def finish(
         out = stages.note(f"{prefix}.attn_out", out)
         streams = stages.note(f"{prefix}.stream_mid", hyper.expand(out, entered.streams, entered.mix))
         mix = _mix(mixer, streams, f"{prefix}.hc_ffn", config=config, stages=stages)
-        u = rms_norm(hyper.collapse(streams, entered.mix.pre), norm, eps=config.model.rms_norm_eps)
+        u = rms_norm(
+            hyper.collapse(streams, entered.mix.pre), norm, eps=config.model.rms_norm_eps, backend=config.backend
+        )
         u = stages.note(f"{prefix}.ffn_in", u)
         own_bias = bias
         if is_image is not None:

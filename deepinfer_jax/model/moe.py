@@ -2,10 +2,12 @@
 
 from typing import Any
 
-import jax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.experts import api as experts_api
+from deepinfer_jax.kernels.experts.api import PackedExperts, PackedShared
+from deepinfer_jax.kernels.router import api as router
 from deepinfer_jax.model.params import ExpertParams, MoeParams, layer_slice
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.variants import Index
@@ -30,7 +32,7 @@ class EveryExpert(ExpertParams):
 
 
 def route(
-    gate: Float[Array, "E D"],
+    gate: router.Gate,
     bias: Float32[Array, "*T E"],
     u: Float[Array, "T D"],
     *,
@@ -40,23 +42,29 @@ def route(
 ) -> Routed:
     """Expert choice."""
     model, quantizes = config.model, config.policy.quantizes_activations
-    scores = stages.note(f"{prefix}.router_scores", experts_math.router_scores(u, gate))
-    ids = experts_math.choose_experts(scores, bias, count=model.num_experts_per_tok)
-    ids = stages.note(f"{prefix}.router_ids", ids)
-    weights = experts_math.expert_weights(scores, ids, scaling=model.routed_scaling_factor)
-    weights = stages.note(f"{prefix}.router_weights", weights)
+    names = [f"{prefix}.router_{what}" for what in ("scores", "ids", "weights")]
+    ids, weights = router.route(
+        u,
+        gate,
+        bias,
+        count=model.num_experts_per_tok,
+        scaling=model.routed_scaling_factor,
+        note=lambda name, value: stages.note(f"{prefix}.{name}", value),
+        needs_scores=stages.wants(names[0]) or any(stages.is_forced(name) for name in names),
+        backend=config.backend,
+    )
     return Routed(u=fp8_roundtrip(u) if quantizes else u, expert_ids=ids, weights=weights)
 
 
 def run_shared(
-    shared: ExpertParams, u: Float[Array, "T D"], *, prefix: str, config: RuntimeConfig, stages: Stages
+    shared: ExpertParams | PackedShared, u: Float[Array, "T D"], *, prefix: str, config: RuntimeConfig, stages: Stages
 ) -> Float[Array, "T D"]:
     """Output of the shared expert, for inputs in the form that experts read.
 
     Not part of `route`, so that it can run while rows travel to their experts.
     """
     limit, quantizes = config.model.swiglu_limit, config.policy.quantizes_activations
-    out = experts_math.expert(u, shared.w1, shared.w2, shared.w3, None, limit=limit, quantizes=quantizes)
+    out = experts_api.shared_expert(u, shared, limit=limit, quantizes=quantizes, backend=config.backend)
     return stages.note(f"{prefix}.shared_expert_out", out)
 
 
@@ -96,7 +104,7 @@ def run_experts(
 
 
 def _run_local(
-    experts: ExpertParams,
+    experts: ExpertParams | PackedExperts,
     routed: Routed,
     is_live: Bool[Array, " T"],
     *,
@@ -105,29 +113,19 @@ def _run_local(
     config: RuntimeConfig,
 ) -> Float[Array, "T A D"]:
     """The chosen among experts that are all here."""
-    model = config.model
-
-    def apply(expert: Int[Array, ""], x: Float[Array, "B D"], weight: Float32[Array, " B"]) -> Float[Array, "B D"]:
-        own: ExpertParams = jax.tree.map(lambda a: a[layer, expert], experts)
-        return experts_math.expert(
-            x,
-            own.w1,
-            own.w2,
-            own.w3,
-            weight,
-            limit=model.swiglu_limit,
-            quantizes=config.policy.quantizes_activations,
-        )
-
-    return experts_math.routed_experts(
+    return experts_api.routed_experts(
         routed.u,
         routed.expert_ids,
         routed.weights,
         is_live,
-        apply,
+        experts,
+        layer,
         num_experts=num_experts,
+        limit=config.model.swiglu_limit,
+        quantizes=config.policy.quantizes_activations,
         tile=config.row_tile,
         has_fixed_trips=config.has_fixed_trips,
+        backend=config.backend,
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.rms_norm.api import rms_norm
 from deepinfer_jax.model.batch import Rows, own_part, rows_at
 from deepinfer_jax.model.layer import Carry, Step
 from deepinfer_jax.model.params import Params
@@ -19,7 +20,6 @@ from deepinfer_jax.model.sources import write_sources
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.variants import Layer
 from deepinfer_jax.ops import hyper
-from deepinfer_jax.ops.norm import rms_norm
 from deepinfer_jax.parallel import context
 
 
@@ -88,7 +88,7 @@ def _source_input(
     norm = params.attn_norm[layer.layer]
 
     def on_tile(_: Stages, streams: Array, pre: Array) -> Float[Array, "B D"]:
-        return rms_norm(hyper.collapse(streams, pre), norm, eps=config.model.rms_norm_eps)
+        return rms_norm(hyper.collapse(streams, pre), norm, eps=config.model.rms_norm_eps, backend=config.backend)
 
     return stages.map_rows(on_tile, carry.streams, carry.pre, num_live=rows.num_live, config=config)
 

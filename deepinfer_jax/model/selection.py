@@ -4,16 +4,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.indexer import api as index_choice
+from deepinfer_jax.kernels.indexer.keys import EntryKeys
+from deepinfer_jax.kernels.linear.api import Weight, linear
+from deepinfer_jax.kernels.rope.api import rotate
 from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.params import IndexerParams, layer_slice
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import RATIOS, State
-from deepinfer_jax.model.variants import Layer, RopeTables, SelectionKind, pick, selection_kinds
+from deepinfer_jax.model.variants import Layer, RopeTables, SelectionKind, layer_weights, pick, selection_kinds
 from deepinfer_jax.ops import indexer, paged
 from deepinfer_jax.ops.invariant import round_to
-from deepinfer_jax.ops.linear import linear
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip, quantize_index
-from deepinfer_jax.ops.rope import rotate
 from deepinfer_jax.pytree import pytree_dataclass
 
 
@@ -72,8 +74,8 @@ def select(
 
 
 def index_queries(
-    wq_b: Float[Array, "N Q"],
-    weights_proj: Float[Array, "I D"],
+    wq_b: Weight,
+    weights_proj: Weight,
     x: Float[Array, "T D"],
     q_latent: Float[Array, "T Q"],
     tables: RopeTables,
@@ -83,10 +85,10 @@ def index_queries(
     """Rotated, quantised index queries and the weight of each index head (spec: backbone 5.2)."""
     model = config.model
     latent = fp8_roundtrip(q_latent) if config.policy.quantizes_activations else q_latent
-    queries = linear(latent, wq_b).reshape(-1, model.index_n_heads, model.index_head_dim)
-    queries = rotate(queries, tables.cos, tables.sin)
+    queries = linear(latent, wq_b, backend=config.backend).reshape(-1, model.index_n_heads, model.index_head_dim)
+    queries = rotate(queries, tables.cos, tables.sin, backend=config.backend)
     queries = dequantize(index_rows(queries, config=config), x.dtype)
-    weights = linear(x, weights_proj)
+    weights = linear(x, weights_proj, backend=config.backend)
     factor = (model.index_head_dim * model.index_n_heads) ** -0.5
     return queries, round_to(weights.astype(jnp.float32) * jnp.float32(factor), x.dtype)
 
@@ -110,42 +112,53 @@ def _select_variant(
     A layer that uses candidates scores the entries of `previous.blocks` only.
     """
     model, prefix = config.model, f"layers.{layer.layer}"
-    keys = state.index_k[RATIOS.index(kind.ratio)]
-    page_entries = config.page_tokens // kind.ratio
+    cache = state.index_k[RATIOS.index(kind.ratio)]
+    wants_scores = stages.wants(f"{prefix}.index_score")
     width = context_width(rows, ratio=kind.ratio, config=config)
     count, room = min(model.index_topk, width), previous.entries.shape[1]
-    wq_b = dequantize(layer_slice(params.wq_b, layer.index_ordinal), x.dtype)
-    weights_proj = params.weights_proj[layer.index_ordinal]
+    wq_b = layer_weights(params.wq_b, layer.index_ordinal, dtype=x.dtype)
+    weights_proj = layer_slice(params.weights_proj, layer.index_ordinal)
 
     def on_tile(
         stages: Stages, x: Array, q_latent: Array, tables: RopeTables, slots: Array, positions: Array, blocks: Array
     ) -> tuple[Array, Array]:
         queries, weights = index_queries(wq_b, weights_proj, x, q_latent, tables, config=config)
-        pages = paged.pages_of(rows.page_table, slots)
+        keys = EntryKeys(
+            cache=cache,
+            source=layer.cache_ordinal,
+            pages=paged.pages_of(rows.page_table, slots),
+            page_entries=config.page_tokens // kind.ratio,
+        )
         visible = paged.num_visible(positions, ratio=kind.ratio)
-
-        def load_keys(entries: Int[Array, "B M"]) -> Float[Array, "B M K"]:
-            page, offset = paged.entry_place(entries, pages, page_entries=page_entries)
-            return dequantize(paged.take_rows(keys, layer.cache_ordinal, page, offset), queries.dtype)
-
         if kind.uses_candidates:
             listed = indexer.block_entries(blocks, block_size=model.candidate_block_size)
         else:
             everything = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (slots.shape[0], width))
             listed = indexer.pad_entries(everything)
-        scores = indexer.score_entries(
-            queries, weights, listed, load_keys, visible, has_fixed_trips=config.has_fixed_trips
+        best = index_choice.best_entries(
+            queries,
+            weights,
+            listed,
+            visible,
+            keys,
+            count=count,
+            needs_scores=wants_scores or kind.is_candidate_source,
+            has_fixed_trips=config.has_fixed_trips,
+            backend=config.backend,
         )
-        entries, gap = indexer.top_entries(scores, listed, count=count)
-        stages.show(f"{prefix}.topk_margin", gap)
-        if stages.wants(f"{prefix}.index_score"):
+        scores = best.scores
+        stages.show(f"{prefix}.topk_margin", best.gap)
+        if wants_scores and scores is not None:
             stages.show(f"{prefix}.index_score", indexer.spread(scores, listed, width=width))
-        if kind.is_candidate_source:
+        if kind.is_candidate_source and scores is not None:
             blocks, gap = indexer.candidate_blocks(
-                scores[:, :width], visible, block_size=model.candidate_block_size, count=model.candidate_topk_blocks
+                scores[:, :width],
+                visible,
+                block_size=model.candidate_block_size,
+                count=model.candidate_topk_blocks,
             )
             stages.show(f"{prefix}.candidate_margin", gap)
-        return jnp.pad(entries, ((0, 0), (0, room - count)), constant_values=-1), blocks
+        return jnp.pad(best.entries, ((0, 0), (0, room - count)), constant_values=-1), blocks
 
     entries, blocks = stages.map_rows(
         on_tile,

@@ -6,16 +6,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.linear.api import linear
+from deepinfer_jax.kernels.rms_norm.api import rms_norm
+from deepinfer_jax.kernels.rope.api import rotate
 from deepinfer_jax.model.batch import Rows
-from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.params import Params, layer_slice
 from deepinfer_jax.model.selection import index_rows
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import RATIOS, State
 from deepinfer_jax.model.variants import Layer, compressed_frequencies, pick
 from deepinfer_jax.ops import compress, paged, rope
 from deepinfer_jax.ops.invariant import round_to
-from deepinfer_jax.ops.linear import linear, linear_f32
-from deepinfer_jax.ops.norm import rms_norm
+from deepinfer_jax.ops.linear import linear_f32
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_main_kv
 from deepinfer_jax.parallel import context
 from deepinfer_jax.pytree import pytree_dataclass
@@ -102,7 +104,7 @@ def _source_rows(
     stages: Stages,
 ) -> SourceRows:
     """The entry that each row of the step would close, rotated at the first position of its group."""
-    model, prefix = config.model, f"layers.{layer.layer}"
+    model, backend, prefix = config.model, config.backend, f"layers.{layer.layer}"
     wkv = params.compressor.wkv[layer.kv_ordinal]
     before = pairs = jnp.zeros((x.shape[0], 2 * model.head_dim), jnp.float32)
     if ratio == 2:
@@ -110,18 +112,20 @@ def _source_rows(
         pairs = stages.map_rows(lambda _, x: linear_f32(x, weights), x, num_live=rows.num_live, config=config)
         pairs = stages.note(f"{prefix}.compress_pairs", pairs)
         before = _row_before(pairs, state, rows, layer, config=config)
-    wk, k_norm = params.indexer.wk[layer.kv_ordinal], params.indexer.k_norm[layer.kv_ordinal]
+    norm = params.compressor.norm[layer.kv_ordinal]
+    wk, k_norm = layer_slice(params.indexer.wk, layer.kv_ordinal), params.indexer.k_norm[layer.kv_ordinal]
 
     def on_tile(
         stages: Stages, x: Array, before: Array, pairs: Array, positions: Array
     ) -> tuple[ScaledArray, ScaledArray, Array]:
-        pooled = linear(x, wkv) if ratio == 1 else round_to(compress.pool_pair(before, pairs), x.dtype)
-        latent = rms_norm(pooled, params.compressor.norm[layer.kv_ordinal], eps=model.rms_norm_eps)
+        pooled = linear(x, wkv, backend=backend) if ratio == 1 else round_to(compress.pool_pair(before, pairs), x.dtype)
+        latent = rms_norm(pooled, norm, eps=model.rms_norm_eps, backend=backend)
         latent = stages.note(f"{prefix}.compress_latent", latent)
         cos, sin = rope.angles(positions - (ratio - 1), compressed_frequencies(model))
-        main = _main_rows(rope.rotate(latent, cos, sin), config=config)
-        key = rms_norm(linear(latent, wk), k_norm, eps=model.rms_norm_eps)
-        index_key = index_rows(rope.rotate(key, cos, sin), config=config)
+        main = _main_rows(rotate(latent, cos, sin, backend=backend), config=config)
+        key = linear(latent, wk, backend=backend)
+        key = rms_norm(key, k_norm, eps=model.rms_norm_eps, backend=backend)
+        index_key = index_rows(rotate(key, cos, sin, backend=backend), config=config)
         stages.show(f"{prefix}.compress_kv", dequantize(main, x.dtype))
         stages.show(f"{prefix}.index_k", dequantize(index_key, x.dtype))
         return main, index_key, pairs

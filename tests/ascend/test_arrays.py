@@ -7,9 +7,11 @@ import pytest
 
 from deepinfer_jax.kernels import ascend
 from deepinfer_jax.kernels.ascend_call import ascend_call, like, result
+from deepinfer_jax.kernels.rms_norm import cann as rms_norm
+from deepinfer_jax.kernels.scatter_rows import cann as scatter_rows
 from deepinfer_jax.testing import compare
 
-COPY = "deepinfer.cann.copy.v1"
+COPY = "deepinfer.cann.copy.v2"
 WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64")}  # JAX has them with x64 only
 # What a handler refuses: XLA makes one of the two of it.
 FAILURES = (jax.errors.JaxRuntimeError, ValueError)
@@ -56,7 +58,7 @@ def test_fp4_arrays_are_refused(bridge):
 
 
 def test_wrong_operands_are_named(bridge):
-    name = "deepinfer.cann.rms_norm.v1"
+    name = "deepinfer.cann.rms_norm.v2"
     x, y = jnp.ones((2, 8)), result((2, 8), jnp.float32)
     cases = [
         ((x, jnp.ones(7)), "operand weight dimension 0 is 7; it must be 8"),
@@ -77,7 +79,7 @@ def test_sizes_that_the_operator_refuses_are_refused(bridge):
     call = jnp.ones((1, 200), jnp.bfloat16)
     with pytest.raises(FAILURES, match="operand x dimension 1 is 200; it must be a positive multiple of 512"):
         jax.block_until_ready(
-            ascend_call("deepinfer.cann.swiglu_mxfp8.v1", (call, jnp.ones(1)), [like(call)] * 3, limit=np.float64(1))
+            ascend_call("deepinfer.cann.swiglu_mxfp8.v2", (call, jnp.ones(1)), [like(call)] * 3, limit=np.float64(1))
         )
 
 
@@ -86,13 +88,38 @@ def test_a_count_of_experts_that_cannot_be_is_refused(bridge):
     with pytest.raises(FAILURES, match="attribute k is 5; it must be 1 to 4"):
         attributes = {"k": np.int64(5), "scaling": np.float64(1), "eps": np.float64(0)}
         jax.block_until_ready(
-            ascend_call("deepinfer.cann.router.v1", (jnp.ones((1, 4)), jnp.ones(4)), shapes, **attributes)
+            ascend_call("deepinfer.cann.router.v2", (jnp.ones((1, 4)), jnp.ones(4)), shapes, **attributes)
         )
 
 
-def test_arrays_and_device_arrays_do_not_mix(bridge):
-    placed = bridge.put(np.ones(8, np.float32))
+def test_a_weight_on_the_device_serves_arrays(bridge):
+    """The result is an array with the bits of a call on arrays, and the call leaves nothing on the device."""
+    x, weight = jnp.asarray([[3.0, 4.0]]), np.asarray([1.0, 2.0], np.float32)
+    placed = bridge.put(weight)
+    at_rest = bridge.usage()
+    mixed = jax.jit(lambda x, w: rms_norm.rms_norm(x, w, eps=0.0))(x, placed)
+    compare.assert_bitwise(np.asarray(mixed), np.asarray(rms_norm.rms_norm(x, jnp.asarray(weight), eps=0.0)))
+    assert bridge.usage() == at_rest
+
+
+def test_one_of_several_stacked_tensors(bridge):
+    """Words with a leading axis name tensors of one shape; a traced index takes one, inside a loop too."""
+    placed = [bridge.put(np.full(2, value, np.float32)) for value in (1.0, 3.0)]
+    words = jnp.stack([one.words for one in placed])
+    stacked = ascend.DeviceArray(words=words, shape=(2,), dtype=np.dtype(np.float32))
+
+    @jax.jit
+    def sum_of_all(x, stacked):
+        def body(total, index):
+            own = jax.tree.map(lambda a: a[index], stacked)
+            return total + rms_norm.rms_norm(x, own, eps=0.0), None
+
+        return jax.lax.scan(body, jnp.zeros((1, 2)), jnp.arange(2))[0]
+
+    np.testing.assert_array_equal(sum_of_all(jnp.ones((1, 2)), stacked), [[4.0, 4.0]])
+
+
+def test_what_is_written_in_place_is_not_mixed(bridge):
+    cache, index = bridge.put(np.zeros((2, 2), np.float32)), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match="arrays and device arrays"):
-        ascend_call("deepinfer.cann.rms_norm.v1", (jnp.ones((2, 8)), placed), [], eps=np.float64(1))
-    with pytest.raises(TypeError):
-        jnp.add(placed, 1)
+        scatter_rows.scatter_rows(cache, index, jnp.ones((1, 2)))

@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+from deepinfer_jax.config.environ import VARIABLES
 from deepinfer_jax.kernels import ffi
+from deepinfer_jax.kernels.ascend_coverage import MISSING
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs" / "ascend.md").read_text()
@@ -23,3 +25,14 @@ def test_the_table_lists_every_operator(native):
     folders = {name for _, _, place in rows for name in re.findall(r"`(\w+)`", place)}
     kernels = {path.parent.name for path in (ROOT / "deepinfer_jax" / "kernels").rglob("cann.py")}
     assert folders | {"collectives"} == kernels
+
+
+def test_the_table_of_host_ops_is_the_one_in_code():
+    rows = [f"| `{name}` | {reason} |" for name, reason in MISSING.items()]
+    assert "\n".join(rows) + "\n\n" in TEXT
+
+
+def test_the_command_of_the_readme_names_what_there_is():
+    command = (ROOT / "README.md").read_text().split("## Ascend 950")[1].split("```")[1]
+    assert "configs/model/tiny-ascend.json" in command
+    assert set(re.findall(r"DEEPINFER_\w+", command)) <= set(VARIABLES)

@@ -141,6 +141,7 @@ def test_the_environment_sets_every_option():
         "DEEPINFER_JAX_ASCEND_SYNC_TIMEOUT_MS": "5",
         "DEEPINFER_JAX_ASCEND_BLOCKING": "1",
         "DEEPINFER_JAX_ASCEND_DETERMINISM": "2",
+        "DEEPINFER_JAX_ASCEND_ARENA": "1 MiB",
     }
     assert ascend.options_from_environ(environ) == ascend.AscendOptions(
         use_simulator=True,
@@ -150,6 +151,7 @@ def test_the_environment_sets_every_option():
         sync_timeout_ms=5,
         is_blocking=True,
         determinism=2,
+        arena_bytes=2**20,
     )
 
 

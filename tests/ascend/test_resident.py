@@ -141,6 +141,19 @@ def test_words_that_are_no_handle_are_refused(bridge, placed):
             bridge.get(forged)
 
 
+def test_a_handle_of_a_closed_bridge_is_refused(open_bridge):
+    """The next bridge counts its tensors from the same number on."""
+    first = open_bridge()
+    old = first.put(CACHE)
+    first.close()
+    second = open_bridge()
+    new = second.put(CACHE)
+    for use in (second.get, second.release):
+        with pytest.raises(ValueError, match="check word"):
+            use(old)
+    np.testing.assert_array_equal(second.get(new), CACHE)
+
+
 def test_a_tensor_of_another_device_is_refused(bridge, placed):
     _, weight, *_ = placed
     elsewhere = bridge.put(CACHE, device=1)
@@ -185,7 +198,7 @@ def test_reads_without_an_order_are_found_before_running(placed):
         return seen, scatter_rows.scatter_rows(cache, index, rows, after=(seen,))
 
     (text,) = unordered_reads(wrong, cache, weight, index, rows)
-    assert "scatter_rows.v1 writes what deepinfer.cann.rms_norm.v1 reads" in text
+    assert "scatter_rows.v2 writes what deepinfer.cann.rms_norm.v2 reads" in text
     assert unordered_reads(jax.jit(right), cache, weight, index, rows) == []
     assert (
         unordered_reads(wrong, *(jnp.asarray(a) for a in (CACHE, np.ones(2, np.float32), [1], np.zeros((1, 2))))) == []

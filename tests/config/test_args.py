@@ -46,6 +46,7 @@ SPECIFIED = {
     "num_draft_tokens": None,
     "spec_mode": None,
     "varlen_verification": None,
+    "host_ops": None,
 }
 ASYNC = "DEEPINFER_ZERO_OVERHEAD_SCHEDULING"
 MISSING = "which has not landed in this version"
@@ -122,6 +123,7 @@ def test_defaults_resolve_to_one_device_with_drafts():
         ("batch_invariant", "DEEPINFER_BATCH_INVARIANT", "on", True, False),
         ("num_draft_tokens", "DEEPINFER_USE_NEXTN_DECODE", "3", 3, 0),
         ("spec_mode", "DEEPINFER_JAX_SPEC_MODE", "block", "block", "rejection"),
+        ("host_ops", "DEEPINFER_JAX_ASCEND_HOST_OPS", "hyper,head", "hyper,head", "missing"),
         ("varlen_verification", "DEEPINFER_ENABLE_MTP_VARLEN", "1", True, False),
     ],
 )
@@ -137,7 +139,7 @@ def test_argument_beats_environment_beats_default(field, variable, text, in_envi
 
 
 def test_argument_beats_a_variable_whose_feature_is_missing_but_not_a_malformed_one():
-    assert resolve(EngineArgs(device="cpu"), {"DEEPINFER_ACCELERATOR": "ascend"}).device == "cpu"
+    assert resolve(EngineArgs(kernels="auto"), {"DEEPINFER_JAX_KERNELS": "mosaic_sm90"}).kernels == "auto"
     with pytest.raises(ValueError, match="DEEPINFER_ACCELERATOR='tpu' is refused"):
         resolve(EngineArgs(device="cpu"), {"DEEPINFER_ACCELERATOR": "tpu"})
 
@@ -181,7 +183,6 @@ def test_drafts_are_on_by_default_and_have_room():
         ("engine_group_rank", 1, "processes"),
         ("engine_type", EngineType.PROMPT, "transport"),
         ("engine_type", EngineType.COMPLETION, "transport"),
-        ("device", "ascend", "Ascend"),
         ("kernels", "mosaic_sm90", "kernels"),
     ],
 )

@@ -12,9 +12,9 @@ import numpy as np
 from deepinfer_jax.kernels.ascend import DeviceGroups
 from deepinfer_jax.kernels.ascend_call import Operand, ascend_call, like, result
 
-PSUM = "deepinfer.cann.psum.v1"
-ALL_GATHER = "deepinfer.cann.all_gather.v1"
-REDUCE_SCATTER = "deepinfer.cann.reduce_scatter.v1"
+PSUM = "deepinfer.cann.psum.v2"
+ALL_GATHER = "deepinfer.cann.all_gather.v2"
+REDUCE_SCATTER = "deepinfer.cann.reduce_scatter.v2"
 
 
 def psum(x: Operand, groups: DeviceGroups, *, after: Sequence[Operand] = ()) -> Operand:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from deepinfer_jax.kernels.ascend_call import Operand, ascend_call, like
 
-TARGET = "deepinfer.cann.scatter_rows.v1"
+TARGET = "deepinfer.cann.scatter_rows.v2"
 
 
 def scatter_rows(cache: Operand, index: Operand, rows: Operand, *, after: Sequence[Operand] = ()) -> Operand:

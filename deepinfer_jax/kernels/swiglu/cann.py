@@ -6,7 +6,8 @@ import numpy as np
 from deepinfer_jax.kernels.ascend_call import Operand, ascend_call, result
 from deepinfer_jax.ops.quant import FP8_GROUP
 
-TARGET = "deepinfer.cann.swiglu_mxfp8.v1"
+TARGET = "deepinfer.cann.swiglu_mxfp8.v2"
+WIDTHS = 256  # what the width behind the activation is a multiple of
 
 
 def swiglu(gate_up: Operand, weight: Operand, *, limit: float) -> tuple[Operand, Operand, Operand]:

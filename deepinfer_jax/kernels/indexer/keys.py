@@ -1,0 +1,34 @@
+"""Index keys in pages, and what a choice among them gives."""
+
+from jaxtyping import Array, Float32, Int
+
+from deepinfer_jax.ops import paged
+from deepinfer_jax.ops.quant import ScaledArray
+from deepinfer_jax.pytree import pytree_dataclass, static_field
+
+Index = int | Int[Array, ""]
+
+
+@pytree_dataclass
+class EntryKeys:
+    """Index keys of rows: cache [sources, P, page entries, width], and the pages of each row's request."""
+
+    cache: ScaledArray
+    source: Index
+    pages: Int[Array, "B M"]
+    page_entries: int = static_field()
+
+
+@pytree_dataclass
+class IndexScores:
+    """What an index source finds among the entries that it was given."""
+
+    entries: Int[Array, "B K"]  # the best ones, ascending, then -1
+    gap: Float32[Array, " B"]  # between the last kept and the first dropped score, inf where nothing was dropped
+    scores: Float32[Array, "B N"] | None  # of all listed entries, -inf where one is not visible; None: not asked for
+
+
+def take_keys(keys: EntryKeys, entries: Int[Array, "B N"]) -> ScaledArray:
+    """The packed keys of entries; zeros for -1."""
+    page, offset = paged.entry_place(entries, keys.pages, page_entries=keys.page_entries)
+    return paged.take_rows(keys.cache, keys.source, page, offset)

@@ -1,0 +1,81 @@
+"""The choice of an implementation for each op, by an explicit target; nothing here looks at attached devices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer_jax.config.runtime import Backend
+from deepinfer_jax.kernels.ascend import AscendUnsupportedError
+
+AUTO, REFERENCE, ASCEND = "auto", "reference", "ascend"
+
+
+def accepts(*_: Any, **__: Any) -> None:
+    """Refuses nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Impl:
+    """One implementation of an op.
+
+    refuses: takes the op's own arguments and gives the reason why this implementation cannot run them, None if it can.
+    It looks at types, shapes and dtypes only, so that a choice is made when a step is traced.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    targets: tuple[str, ...] = ()  # what it runs on; none listed: everything that JAX compiles for
+    refuses: Callable[..., str | None] = accepts
+
+    def serves(self, target: str) -> bool:
+        """Whether it runs on a target."""
+        return target in self.targets or (not self.targets and target != ASCEND)
+
+
+def select(op: str, impls: Sequence[Impl], backend: Backend, *args: Any, **kwargs: Any) -> Impl:
+    """The implementation of an op for these arguments; the last of `impls` is the reference.
+
+    Under "auto" the first that accepts. A named one must accept; an op that has none of that name takes the reference.
+    On an Ascend device the reference would run on the host, which happens only for the ops in `backend.host_ops`.
+    Raises NotImplementedError where the named one refuses, AscendUnsupportedError where an Ascend device has none.
+    """
+    reasons = []
+    for impl in asked(impls, op, backend):
+        reason = impl.refuses(*args, **kwargs)
+        if reason is None:
+            return impl
+        reasons.append(f"{impl.name} refuses: {reason}")
+    told = "; ".join(reasons) or f"none of {', '.join(impl.name for impl in impls)} runs there"
+    if backend.target == ASCEND:
+        raise AscendUnsupportedError(
+            f"{op} on {ASCEND}: {told}; change that, or add {op} to host_ops (DEEPINFER_JAX_ASCEND_HOST_OPS), so that "
+            "the host computes it"
+        )
+    raise NotImplementedError(f"{op} on {backend.target}: {told}; set kernels to {AUTO} or {REFERENCE}")
+
+
+def check_choice(ops: Mapping[str, Sequence[Impl]], backend: Backend) -> None:
+    """Raises ValueError for a choice of kernels that no op has on the target, or that leaves the target unused."""
+    here = {impl.name for impls in ops.values() for impl in impls if impl.serves(backend.target)}
+    if backend.kernels not in {AUTO, *here}:
+        allowed = ", ".join(sorted({AUTO, *here}))
+        raise ValueError(
+            f"kernels={backend.kernels!r} is no implementation for {backend.target}; choose one of {allowed}"
+        )
+
+
+def asked(impls: Sequence[Impl], op: str, backend: Backend) -> tuple[Impl, ...]:
+    """The implementations of an op that `select` asks on a backend, in this order; none where it has none there."""
+    reference = impls[-1]
+    if backend.target == ASCEND and op in backend.host_ops:
+        return (reference,)
+    here = tuple(impl for impl in impls if impl.serves(backend.target))
+    if backend.kernels == AUTO:
+        return here
+    named = tuple(impl for impl in here if impl.name == backend.kernels)
+    return named or tuple(impl for impl in here if impl is reference)
+
+
+def names(ops: Mapping[str, Sequence[Impl]], backend: Backend) -> dict[str, tuple[str, ...]]:
+    """For each op the names of what `select` asks on a backend."""
+    return {op: tuple(impl.name for impl in asked(impls, op, backend)) for op, impls in sorted(ops.items())}
