@@ -1,0 +1,118 @@
+"""Sizes at which index scores and the choice of the best are tested and timed: the released widths, decode rows."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from deepinfer_jax.kernels.case import REFERENCE, Case
+from deepinfer_jax.kernels.indexer import mosaic_sm90, topk_sm90
+from deepinfer_jax.kernels.indexer.keys import EntryKeys, take_keys
+from deepinfer_jax.ops import indexer
+from deepinfer_jax.ops.quant import INDEX_GROUP, ScaledArray, dequantize, quantize_index
+
+HEADS, WIDTH, COUNT = 32, 128, 512
+PAGE_ENTRIES = 64
+KEY_BYTES = WIDTH // 2 + WIDTH // INDEX_GROUP
+SCORE_BYTES = 2
+# A sum of bfloat16 terms that differ by more than 2^10 may round to a neighbour in another order.
+TOLERANCE = 1e-4
+FAMILIES = ("wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3", "cp.async.bulk.tensor")
+
+
+def make_inputs(key: Array, *, num_rows: int, context: int) -> tuple[Any, ...]:
+    """Operands of `scores_of_pages`: every row has pages of its own, all of them visible."""
+    payload, scale, query, weight = jax.random.split(key, 4)
+    pages_each = context // PAGE_ENTRIES
+    shape = (1, num_rows * pages_each, PAGE_ENTRIES)
+    cache = ScaledArray(
+        payload=jax.random.bits(payload, (*shape, WIDTH // 2), jnp.uint8),
+        scale=jax.random.randint(scale, (*shape, WIDTH // INDEX_GROUP), 120, 126, jnp.int32).astype(jnp.uint8),
+        form="fp4",
+        block=(1, INDEX_GROUP),
+    )
+    pages = jnp.arange(num_rows * pages_each, dtype=jnp.int32).reshape(num_rows, pages_each)
+    queries = quantize_index(jax.random.normal(query, (num_rows, HEADS, WIDTH), jnp.bfloat16))
+    weights = jax.random.normal(weight, (num_rows, HEADS), jnp.bfloat16) * jnp.bfloat16(0.02)
+    keys = EntryKeys(cache=cache, source=0, pages=pages, page_entries=PAGE_ENTRIES)
+    return dequantize(queries, jnp.bfloat16), weights, keys, jnp.full((num_rows,), context, jnp.int32)
+
+
+def reference_scores(queries: Array, weights: Array, keys: EntryKeys, num_visible: Array) -> Array:
+    """The scores of all entries that pages have room for, without a kernel."""
+    width = keys.pages.shape[1] * keys.page_entries
+    everything = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (queries.shape[0], width))
+
+    def load_keys(entries: Array) -> Array:
+        return dequantize(take_keys(keys, entries), queries.dtype)
+
+    listed = indexer.pad_entries(everything)
+    return indexer.score_entries(queries, weights, listed, load_keys, num_visible, has_fixed_trips=True)[:, :width]
+
+
+def keep_rows(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
+    """The first `count` rows see their entries, the others none."""
+    queries, weights, keys, num_visible = inputs
+    rows = jnp.arange(queries.shape[0], dtype=jnp.int32)
+    return queries, weights, keys, jnp.where(rows < count, num_visible, 0)
+
+
+def make_scores(key: Array, *, num_rows: int, context: int) -> tuple[Array]:
+    """Scores of many entries, some of them equal."""
+    return (jax.random.normal(key, (num_rows, context), jnp.bfloat16),)
+
+
+def reference_places(scores: Array) -> Array:
+    """The places of the best scores by a sort."""
+    everything = jnp.broadcast_to(jnp.arange(scores.shape[1], dtype=jnp.int32), scores.shape)
+    return indexer.top_entries(scores.astype(jnp.float32), everything, count=COUNT)[0]
+
+
+def _torch_top_k(torch: Any, copies: int, *, num_rows: int, context: int) -> list[Callable[[], Any]]:
+    def call() -> Callable[[], Any]:
+        scores = torch.randn(num_rows, context, dtype=torch.bfloat16, device="cuda")
+        return lambda: torch.topk(scores, COUNT, dim=-1)
+
+    return [call() for _ in range(copies)]
+
+
+def _scores_case(num_rows: int, context: int) -> Case:
+    return Case(
+        op="index_scores",
+        name=f"decode_{num_rows}_rows_of_{context}",
+        make=functools.partial(make_inputs, num_rows=num_rows, context=context),
+        implementations={REFERENCE: reference_scores, "mosaic_sm90": mosaic_sm90.scores_of_pages},
+        num_bytes=num_rows * context * (KEY_BYTES + SCORE_BYTES),
+        flops=num_rows * context * 2 * HEADS * WIDTH,
+        rate="fp8",
+        tolerance=TOLERANCE,
+        keep_rows=keep_rows,
+        num_rows=num_rows,
+        families=FAMILIES,
+    )
+
+
+def _choice_case(num_rows: int, context: int) -> Case:
+    size = {"num_rows": num_rows, "context": context}
+    return Case(
+        op="index_choice",
+        name=f"best_{COUNT}_of_{num_rows}_rows_of_{context}",
+        make=functools.partial(make_scores, **size),
+        implementations={
+            REFERENCE: reference_places,
+            "topk_sm90": functools.partial(topk_sm90.best_places, count=COUNT),
+        },
+        num_bytes=num_rows * (context * SCORE_BYTES + COUNT * 4),
+        flops=num_rows * context,
+        peers={"torch_topk": functools.partial(_torch_top_k, **size)},
+    )
+
+
+_SIZES = ((128, 4096), (16, 65_536), (16, 1_048_576))  # rows and entries of each
+CASES = (
+    *(_scores_case(*size) for size in _SIZES),
+    *(_choice_case(*size) for size in _SIZES),
+)

@@ -1,0 +1,100 @@
+"""Sizes at which linear layers are tested and timed: the released widths, decode rows."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from deepinfer_jax.kernels.case import REFERENCE, Case
+from deepinfer_jax.kernels.linear import mosaic_sm90
+from deepinfer_jax.kernels.mosaic import GROUP
+from deepinfer_jax.ops.linear import grouped_linear, linear
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
+
+# name: columns, rows of the weights
+SCALED_SHAPES = {"wq_a_wkv": (5120, 1792), "wq_b": (1280, 32768), "wo_b": (8192, 5120), "shared_w2": (2304, 5120)}
+# name: groups, columns and rows of the weights of one group
+BF16_SHAPES = {"wo_a": (8, 4096, 1024), "router": (1, 5120, 384), "head": (1, 5120, 129280)}
+ROWS = (1, 16, 128, 512)
+# One bfloat16 rounding of sums in another order; an FP8 instruction drops what lies 2^-13 below its largest product.
+TOLERANCE = 3e-3
+
+
+def make_inputs(key: Array, *, num_rows: int, num_outputs: int, width: int) -> tuple[Any, ...]:
+    """Rows on the grid of `quantize_fp8`, and packed weights with scales of a few neighbouring powers of two."""
+    keys = jax.random.split(key, 3)
+    packed = quantize_fp8(jax.random.normal(keys[0], (num_rows, width), jnp.bfloat16))
+    weights = jax.random.normal(keys[1], (num_outputs, width), jnp.float32) * 16.0
+    blocks = (num_outputs // GROUP, width // GROUP)
+    w = ScaledArray(
+        payload=jax.lax.bitcast_convert_type(weights.astype(jnp.float8_e4m3fn), jnp.uint8),
+        scale=jax.random.randint(keys[2], blocks, 114, 118, jnp.int32).astype(jnp.uint8),
+        form="fp8",
+        block=(GROUP, GROUP),
+    )
+    # Behind a barrier: a compiler that may keep excess precision would drop the way through FP8.
+    return dequantize(jax.lax.optimization_barrier(packed), jnp.bfloat16), w
+
+
+def keep_rows(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
+    """Rows behind the first `count` are zeros."""
+    x, w = inputs
+    is_kept = jnp.arange(x.shape[0], dtype=jnp.int32) < count
+    return jnp.where(is_kept[:, None], x, 0), w
+
+
+def _scaled_case(name: str, num_rows: int) -> Case:
+    width, num_outputs = SCALED_SHAPES[name]
+    return Case(
+        op="linear",
+        name=f"{name}_{num_rows}_rows",
+        make=functools.partial(make_inputs, num_rows=num_rows, num_outputs=num_outputs, width=width),
+        implementations={REFERENCE: linear, "mosaic_sm90": mosaic_sm90.linear},
+        num_bytes=num_outputs * width + num_outputs * width // GROUP**2 + 2 * num_rows * (num_outputs + width),
+        flops=2 * num_rows * num_outputs * width,
+        rate="fp8",
+        tolerance=TOLERANCE,
+        keep_rows=keep_rows,
+        num_rows=num_rows,
+        families=("wgmma.mma_async.sync.aligned", "k32.f32.e4m3.e4m3", "cp.async.bulk.tensor"),
+    )
+
+
+def make_bf16_inputs(key: Array, *, num_rows: int, groups: int, width: int, num_outputs: int) -> tuple[Array, Array]:
+    """Rows [T, groups, width] and weights [groups * num_outputs, width] of products of about one."""
+    keys = jax.random.split(key, 2)
+    x = jax.random.normal(keys[0], (num_rows, groups, width), jnp.bfloat16)
+    return x, jax.random.normal(keys[1], (groups * num_outputs, width), jnp.bfloat16) * width**-0.5
+
+
+def keep_bf16_rows(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
+    """Rows behind the first `count` are zeros."""
+    x, w = inputs
+    is_kept = jnp.arange(x.shape[0], dtype=jnp.int32) < count
+    return jnp.where(is_kept[:, None, None], x, 0), w
+
+
+def _bf16_case(name: str, num_rows: int) -> Case:
+    groups, width, num_outputs = BF16_SHAPES[name]
+    return Case(
+        op="linear",
+        name=f"{name}_{num_rows}_rows",
+        make=functools.partial(
+            make_bf16_inputs, num_rows=num_rows, groups=groups, width=width, num_outputs=num_outputs
+        ),
+        implementations={REFERENCE: grouped_linear, "mosaic_sm90": mosaic_sm90.grouped_linear},
+        num_bytes=2 * groups * (num_outputs * width + num_rows * (num_outputs + width)),
+        flops=2 * num_rows * groups * num_outputs * width,
+        tolerance=TOLERANCE,
+        keep_rows=keep_bf16_rows,
+        num_rows=num_rows,
+        families=("wgmma.mma_async.sync.aligned", "k16.f32.bf16.bf16", "cp.async.bulk.tensor"),
+    )
+
+
+CASES = (
+    *(_scaled_case(name, num_rows) for name in SCALED_SHAPES for num_rows in ROWS),
+    *(_bf16_case(name, num_rows) for name in BF16_SHAPES for num_rows in ROWS),
+)

@@ -1,0 +1,51 @@
+"""Kernels for SM90 assemble without spills into the instructions that they are written for; no GPU takes part."""
+
+import functools
+
+import pytest
+
+from deepinfer_jax.testing import assembly
+
+# One size of each kernel: an op with cases, and the name of the case.
+CASES = [
+    ("experts", "decode_128_rows"),
+    ("linear", "wq_b_1_rows"),
+    ("linear", "wo_b_128_rows"),
+    ("linear", "wo_a_128_rows"),
+    ("attention", "decode_128_rows"),
+    ("indexer", "decode_16_rows_of_65536"),
+]
+
+needs_assembler = pytest.mark.skipif(assembly.why_not() is not None, reason=str(assembly.why_not()))
+
+
+@functools.cache
+def assembled() -> list[assembly.Assembled]:
+    return assembly.assemble("h200", CASES)
+
+
+@needs_assembler
+@pytest.mark.parametrize("op, case", CASES, ids=[" ".join(case) for case in CASES])
+def test_kernel_assembles(op, case):
+    kernels = [kernel for kernel in assembled() if (kernel.op, kernel.case) == (op, case)]
+    assert kernels
+    for kernel in kernels:
+        assert kernel.spill_bytes == 0
+        assert not kernel.missing
+
+
+def test_report_of_the_assembler_is_read():
+    log = (
+        "ptxas info : 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\nptxas info : Used 168 registers"
+    )
+    assert assembly._read_log(log, "op", "case", ("wgmma",)) == assembly.Assembled(
+        op="op", case="case", registers=168, spill_bytes=12, missing=("wgmma",)
+    )
+    with pytest.raises(RuntimeError, match="another form"):
+        assembly._read_log("nothing", "op", "case", ())
+
+
+@needs_assembler
+def test_compiler_text_is_in_the_error():
+    with pytest.raises(RuntimeError, match="no_such_op"):
+        assembly.assemble("h200", [("no_such_op", "case")])

@@ -1,0 +1,201 @@
+"""The Hopper kernel of index scores, interpreted, and the choice of the best: against the references."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deepinfer_jax.config.runtime import Backend
+from deepinfer_jax.kernels.indexer import api, mosaic_sm90, topk_sm90
+from deepinfer_jax.kernels.indexer.keys import EntryKeys, take_keys
+from deepinfer_jax.ops import indexer
+from deepinfer_jax.ops.quant import dequantize, quantize_index, quantize_main_kv
+from deepinfer_jax.testing import compare
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+HEADS, WIDTH = mosaic_sm90.HEADS, mosaic_sm90.WIDTH
+
+
+def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+
+def make_step(num_rows: int, num_pages: int, page_entries: int, *, seed: int = 0) -> tuple:
+    """Queries on the FP4 grid, weights of both signs, and keys of two sources in shuffled pages."""
+    rng = np.random.default_rng(seed)
+    total = num_rows * num_pages + 2
+    pages = rng.permutation(total)[: num_rows * num_pages].reshape(num_rows, num_pages)
+    # Heads and groups of unequal size, so that their scales differ.
+    sizes = jnp.asarray(2.0 ** rng.integers(-4, 3, (num_rows, HEADS, WIDTH // 32)), jnp.bfloat16)
+    queries = normal(rng, num_rows, HEADS, WIDTH) * jnp.repeat(sizes, 32, axis=-1)
+    keys = EntryKeys(
+        cache=quantize_index(normal(rng, 2, total, page_entries, WIDTH)),
+        source=1,
+        pages=jnp.asarray(pages, jnp.int32),
+        page_entries=page_entries,
+    )
+    weights = normal(rng, num_rows, HEADS) * jnp.bfloat16(0.02)
+    return dequantize(quantize_index(queries), jnp.bfloat16), weights, keys
+
+
+def every_entry(num_rows: int, width: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (num_rows, width))
+
+
+def reference_scores(queries: jax.Array, weights: jax.Array, keys: EntryKeys, num_visible: jax.Array) -> jax.Array:
+    width = keys.pages.shape[1] * keys.page_entries
+    everything = every_entry(len(queries), width)
+    return indexer.score_entries(
+        queries,
+        weights,
+        indexer.pad_entries(everything),
+        lambda entries: dequantize(take_keys(keys, entries), queries.dtype),
+        num_visible,
+    )[:, :width]
+
+
+def run_kernel(queries: jax.Array, weights: jax.Array, keys: EntryKeys, num_visible: jax.Array) -> jax.Array:
+    scores = mosaic_sm90.scores_of_pages(queries, weights, keys, num_visible, interpret=INTERPRET)
+    jax.block_until_ready(scores)
+    assert not gpu_callbacks.get_races().races_found
+    return scores.astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "page_entries", "num_visible"),
+    [(2, 64, [65, 0]), (3, 32, [96, 33]), (1, 128, [100, 1])],
+    ids=["a page is a tile", "odd number of half tiles", "a page is two tiles"],
+)
+def test_scores_equal_the_reference(num_pages, page_entries, num_visible):
+    queries, weights, keys = make_step(len(num_visible), num_pages, page_entries)
+    visible = jnp.asarray(num_visible, jnp.int32)
+    want = reference_scores(queries, weights, keys, visible)
+    compare.assert_bitwise(run_kernel(queries, weights, keys, visible), want)
+
+
+def test_scores_of_a_run_longer_than_the_stages(monkeypatch):
+    monkeypatch.setattr(mosaic_sm90, "_NUM_BLOCKS", 2)
+    queries, weights, keys = make_step(1, 21, 64)
+    visible = jnp.asarray([1300], jnp.int32)
+    want = reference_scores(queries, weights, keys, visible)
+    compare.assert_bitwise(run_kernel(queries, weights, keys, visible), want)
+
+
+def test_row_does_not_depend_on_others():
+    queries, weights, keys = make_step(3, 2, 64)
+    visible = jnp.asarray([128, 100, 70], jnp.int32)
+    whole = run_kernel(queries, weights, keys, visible)
+    own = dataclasses.replace(keys, pages=keys.pages[1:2])
+    compare.assert_bitwise(run_kernel(queries[1:2], weights[1:2], own, visible[1:2]), whole[1:2])
+
+
+def candidates(num_rows: int, width: int) -> jax.Array:
+    """Every second block of 8 entries, so that a list ends with -1."""
+    blocks = jnp.where(jnp.arange(16) * 16 < width, jnp.arange(16, dtype=jnp.int32) * 2, -1)
+    return indexer.block_entries(jnp.broadcast_to(blocks, (num_rows, 16)), block_size=8)
+
+
+@pytest.mark.parametrize("is_listed", [False, True], ids=["all entries", "entries of candidate blocks"])
+def test_best_entries_are_those_of_the_reference(is_listed):
+    queries, weights, keys = make_step(2, 3, 64)
+    visible = jnp.asarray([190, 40], jnp.int32)
+    listed = candidates(2, 192) if is_listed else every_entry(2, 192)
+    given = {"count": 48, "needs_scores": True, "has_fixed_trips": False}
+    best = mosaic_sm90.best_entries(
+        queries, weights, listed if is_listed else None, visible, keys, **given, interpret=INTERPRET
+    )
+    padded = indexer.pad_entries(listed)
+    want = api.best_entries(queries, weights, padded, visible, keys, **given, backend=Backend(kernels="reference"))
+    compare.assert_bitwise(best, dataclasses.replace(want, scores=want.scores[:, : listed.shape[1]]))
+
+
+def refusal(listed: jax.Array | None = None, **changes) -> str | None:
+    queries, weights, keys = make_step(1, 1, 64)
+    queries = changes.pop("queries", queries)
+    return mosaic_sm90.refuses(
+        queries,
+        weights,
+        listed,
+        jnp.zeros(1, jnp.int32),
+        dataclasses.replace(keys, **changes),
+        count=8,
+        needs_scores=False,
+        has_fixed_trips=False,
+    )
+
+
+def test_accepts_the_model_s_arrays():
+    assert refusal() is None
+    assert refusal(page_entries=32) is None
+    assert refusal(jnp.zeros((1, 128), jnp.int32)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"listed": jnp.zeros((1, 100), jnp.int32)}, "a list of 100 entries for each row is no multiple of 64"),
+        ({"queries": jnp.zeros((1, HEADS, WIDTH), jnp.float32)}, "queries are float32"),
+        ({"queries": jnp.zeros((1, 4, WIDTH), jnp.bfloat16)}, "queries have 4 heads of 128, not 32 of 128"),
+        (
+            {"cache": quantize_main_kv(jnp.zeros((1, 1, 64, WIDTH), jnp.bfloat16))},
+            "packed as fp4_e4m3 in blocks of (1, 16)",
+        ),
+        ({"page_entries": 16}, "pages of 16 entries are neither 32 nor a multiple of 64"),
+    ],
+    ids=["list", "dtype", "heads", "keys", "pages"],
+)
+def test_refusal_says_why(changes, reason):
+    assert reason in refusal(**changes)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def chosen(scores: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array]:
+    places = topk_sm90.best_places(scores, count=count)
+    return places, topk_sm90.gap_behind(scores, places)
+
+
+def scores_of_kind(kind: str, width: int) -> np.ndarray:
+    """Three rows of scores on the grid of bfloat16."""
+    scores = np.random.default_rng(width).standard_normal((3, width)).astype(np.float32)
+    if kind == "many ties":
+        scores = np.round(scores)
+    if kind == "all equal":
+        scores[:] = 0.5
+    if kind == "few visible":
+        scores[0, 7:] = scores[1] = scores[2, 1:] = -np.inf
+    if kind == "both zeros":
+        scores = np.where(scores > 0, np.float32(0.0), np.float32(-0.0))
+        scores[:, ::2] *= -1
+    return np.array(jnp.asarray(scores, jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["normal", "many ties", "all equal", "few visible"])
+@pytest.mark.parametrize(("width", "count"), [(300, 512), (1000, 64), (40_000, 512)], ids=["all", "one choice", "runs"])
+def test_best_places_are_the_top_entries(kind, width, count, dtype):
+    scores = scores_of_kind(kind, width)
+    everything = every_entry(len(scores), width)
+    want = indexer.top_entries(jnp.asarray(scores), everything, count=min(count, width))
+    compare.assert_bitwise(chosen(jnp.asarray(scores, dtype), count=count), want)
+
+
+def test_zeros_of_both_signs_are_equal():
+    scores = jnp.asarray(scores_of_kind("both zeros", 500))
+    places, _ = chosen(scores, count=20)
+    assert places.tolist() == [list(range(20))] * 3
+
+
+@pytest.mark.parametrize("kind", ["normal", "many ties", "few visible"])
+@pytest.mark.parametrize(("width", "count"), [(200, 64), (1003, 16)], ids=["all", "some"])
+def test_candidate_blocks_are_those_of_the_reference(kind, width, count):
+    scores = jnp.asarray(scores_of_kind(kind, width))
+    num_visible = jnp.asarray([width, 1, 0], jnp.int32)
+    scores = jnp.where(jnp.arange(width, dtype=jnp.int32)[None, :] < num_visible[:, None], scores, -jnp.inf)
+    found = topk_sm90.candidate_blocks(scores, num_visible, block_size=8, count=count)
+    want = indexer.candidate_blocks(scores, num_visible, block_size=8, count=count)
+    compare.assert_bitwise(found, want)
