@@ -17,9 +17,9 @@ from deepinfer_jax.config.forms import BOOL, COUNT, GIB, STEPS, TEXT, Form, Valu
 from deepinfer_jax.config.runtime import NumericsName
 
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
-# Names in use beside these: kernels, processes, routing studies, host tables, transport, Ascend.
+# Names in use beside these: kernels, processes, host tables, transport, Ascend.
 LANDED: frozenset[str] = frozenset(
-    {"model", "replay", "engine", "sampling", "speculation", "vision", "sharding", "balancing"}
+    {"model", "replay", "engine", "sampling", "speculation", "vision", "sharding", "balancing", "routing studies"}
 )
 
 PREFIX = "DEEPINFER_"

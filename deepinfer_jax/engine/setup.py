@@ -19,6 +19,7 @@ from deepinfer_jax.config.places import cache_folder, writable_folder
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.balancing import BalancePlan
 from deepinfer_jax.engine.drafting import Speculation
+from deepinfer_jax.engine.expert_loads import LoadWatch
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.parallel.mesh import make_mesh
 from deepinfer_jax.sampling.logits import SampleSettings
@@ -42,6 +43,7 @@ class LoadedModel:
     mesh: Mesh | None = None  # None: one device
     speculation: Speculation = Speculation()
     balance: BalancePlan | None = None  # None: experts stay where they are
+    watch: LoadWatch | None = None  # None: no statistics of the experts
 
 
 def load_engine_model(config: EngineConfig) -> LoadedModel:
@@ -74,6 +76,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
         mesh=mesh,
         speculation=speculation,
         balance=balance,
+        watch=make_watch(config),
     )
 
 
@@ -211,9 +214,32 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str, max_d
         replay_keep_tokens=config.replay_keep_tokens,
         kernels=config.kernels,
         target=target,
-        counts_experts=config.eplb_interval_steps > 0,
+        forced_imbalance=forced_imbalance(config),
+        counts_experts=make_watch(config) is not None,
         dp=config.mesh_shape[0],
         cp=config.mesh_shape[1],
+    )
+
+
+def forced_imbalance(config: EngineConfig) -> float:
+    """How uneven the choice of experts is made for a benchmark; 0: the router chooses. ValueError for two answers."""
+    if config.force_load_balance and config.force_imbalance_ratio > 1:
+        raise ValueError(
+            f"DEEPINFER_FORCE_LOAD_BALANCE=1 contradicts DEEPINFER_FORCE_IMBALANCE_RATIO="
+            f"{config.force_imbalance_ratio}; leave one of them out"
+        )
+    return 1.0 if config.force_load_balance else config.force_imbalance_ratio
+
+
+def make_watch(config: EngineConfig) -> LoadWatch | None:
+    """How the experts' balance is told; None where nobody asked: it costs a count in every layer."""
+    is_wanted = config.show_eplb_detail or config.source("moe_balance_interval_steps") != DEFAULT
+    if not is_wanted and not config.eplb_interval_steps:
+        return None
+    return LoadWatch(
+        interval=config.moe_balance_interval_steps,
+        num_shards=config.mesh_shape[0] * config.mesh_shape[1],
+        logs_table=config.show_eplb_detail,
     )
 
 
