@@ -41,7 +41,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "describe": Command(
         summary="parameters, bytes and arithmetic of a model",
-        module="deepinfer_jax.engine.describe",
+        module="deepinfer_jax.testing.describe_step",
         add="add_describe_parser",
         run="run_describe",
     ),

@@ -61,7 +61,7 @@ def _remove(guard: object) -> None:
 @functools.cache
 def _replacements() -> list[tuple[Any, str, Any]]:
     """What replaces each way to read a device array: where it is, its name, and the function or property."""
-    array_type = type(jnp.zeros((), jnp.int32))  # JAX does not export it
+    array_type: Any = type(jnp.zeros((), jnp.int32))  # JAX does not export it
     found: list[tuple[Any, str, Any]] = [
         (array_type, name, _checked(name, getattr(array_type, name))) for name in _READERS
     ]
