@@ -17,9 +17,20 @@ from deepinfer_jax.config.forms import BOOL, COUNT, GIB, STEPS, TEXT, Form, Valu
 from deepinfer_jax.config.runtime import NumericsName
 
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
-# Names in use beside these: kernels, processes, host tables, transport, Ascend.
+# Names in use beside these: kernels, processes, transport, Ascend.
 LANDED: frozenset[str] = frozenset(
-    {"model", "replay", "engine", "sampling", "speculation", "vision", "sharding", "balancing", "routing studies"}
+    {
+        "model",
+        "replay",
+        "engine",
+        "sampling",
+        "speculation",
+        "vision",
+        "sharding",
+        "balancing",
+        "routing studies",
+        "host tables",
+    }
 )
 
 PREFIX = "DEEPINFER_"
@@ -140,7 +151,8 @@ _TABLE = (
              field="confidence_temperatures"),
     Variable("DEEPINFER_ENGRAM_PAD_TOKEN", COUNT, 2, "model", "pad id for n-gram windows"),
     Variable("DEEPINFER_ENGRAM_FORCE_GPU_STORAGE", BOOL, False, "host tables",
-             "Engram tables on the device instead of the host", field="engram_on_device"),
+             "Engram tables on the device, not the host; unset: large ones beside a GPU are on the host",
+             field="engram_on_device"),
     Variable("DEEPINFER_SAMPLER_FORCE_TOPK", COUNT, 0, "sampling", "sample among the k best only"),
     Variable("DEEPINFER_DECODE_TOKEN_BLACKLIST", forms.RANGES, "", "sampling",
              "ids never emitted, as in `0..3,7,10..12`, strictly rising", field="token_blacklist"),

@@ -63,6 +63,7 @@ class EngineConfig:
     batch_invariant: bool | None
     jit_cache_dir: str | None
     engram_pad_token: int
+    engram_on_device: bool
     enforce_eager: bool
     num_draft_tokens: int
     spec_mode: str

@@ -60,6 +60,7 @@ class RuntimeConfig:
     counts_experts: bool = False  # whether a step counts the rows that chose each expert
     expert_axes: tuple[str, ...] = ("dp", "cp")  # mesh axes that the experts are spread over
     engram_axes: tuple[str, ...] = ("dp", "cp")  # and the rows of the Engram tables
+    engram_on_host: bool = False  # whether those tables are in the memory of the hosts
 
     def __post_init__(self) -> None:
         if self.numerics not in get_args(NumericsName):

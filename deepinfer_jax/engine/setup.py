@@ -16,6 +16,7 @@ from deepinfer_jax.config.args import DEFAULT, EngineConfig
 from deepinfer_jax.config.forms import token_ranges
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.places import cache_folder, writable_folder
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.balancing import BalancePlan
 from deepinfer_jax.engine.drafting import Speculation
@@ -26,6 +27,7 @@ from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 RELEASED_NUMERICS = "q"
+MAX_DEVICE_TABLE_BYTES = 1 << 30  # Engram tables that are larger stay on the host, if nobody says where
 MIN_ROLLBACK_TOKENS = 6  # the rings' size in every engine, so that drafts need no other layout
 _PLATFORMS = {"cpu": "cpu", "nvidia": "gpu"}
 _TARGETS = {platform: target for target, platform in _PLATFORMS.items()}
@@ -54,6 +56,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     keep_compiled_programs(config.jit_cache_dir)
     location = locate_configured(config)
     load_format: LoadFormat = "dummy" if config.load_format == "dummy" else "auto"
+    on_host = tables_on_host(config, load_config(location), target=target)
     with jax.default_device(device):
         params, model = load_model(
             location,
@@ -63,13 +66,16 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
             with_draft=config.num_draft_tokens > 0,
             with_vision=jax.process_count() == 1,
             spare_experts=config.num_extra_experts if mesh is not None else 0,
+            engram_on_host=on_host,
         )
     if config.source("engram_pad_token") != DEFAULT:
         model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)
     speculation, balance = make_speculation(config, model), make_balance_plan(config, params)
     return LoadedModel(
         params=params,
-        runtime=make_runtime(config, model, target=target, max_drafts=speculation.max_drafts),
+        runtime=dataclasses.replace(
+            make_runtime(config, model, target=target, max_drafts=speculation.max_drafts), engram_on_host=on_host
+        ),
         tokenizer=find_tokenizer(config, location, model),
         max_model_len=context_limit(config, model),
         device=device,
@@ -111,6 +117,14 @@ def make_balance_plan(config: EngineConfig, params: Params) -> BalancePlan | Non
         places_per_shard=params.moe.experts.w1.payload.shape[1] // num_shards,
         counts_prefill=config.eplb_after_prefill,
     )
+
+
+def tables_on_host(config: EngineConfig, model: ModelConfig, *, target: str) -> bool:
+    """Whether Engram tables are in the memory of the hosts: where asked for, else large ones beside a GPU."""
+    if config.source("engram_on_device") != DEFAULT:
+        return not config.engram_on_device and bool(model.engram_layer_ids)
+    row_bytes = model.engram_head_dim * 33 // 32  # FP8 and a scale for 32 channels
+    return target == "nvidia" and sum(model.engram_num_embeddings) * row_bytes > MAX_DEVICE_TABLE_BYTES
 
 
 def make_engine_mesh(config: EngineConfig, device: Any) -> Mesh | None:

@@ -234,7 +234,6 @@ def test_value_that_turns_nothing_on_is_accepted(variable, off):
     [
         "DEEPINFER_ACCELERATOR=ascend needs Ascend; auto, cpu, nvidia",
         "DEEPINFER_GLOO_TIMEOUT=9 needs processes; 14400",
-        "DEEPINFER_ENGRAM_FORCE_GPU_STORAGE=1 needs host tables; False",
         "DEEPINFER_JAX_KERNELS=mosaic_sm90 needs kernels; auto, reference",
         "DEEPINFER_JAX_ASCEND_SIM=1 needs Ascend; False",
     ],
