@@ -16,6 +16,7 @@ from deepinfer_jax.config import forms
 from deepinfer_jax.config.forms import BOOL, COUNT, GIB, STEPS, TEXT, Form, Value, choice
 from deepinfer_jax.config.runtime import NumericsName
 
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of Linux, of Linux under Windows
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
 # Names in use beside these: kernels, processes, transport, Ascend.
 LANDED: frozenset[str] = frozenset(
@@ -91,6 +92,12 @@ def read_variable(variable: Variable, environ: Mapping[str, str]) -> Value:
         return variable.default_value
     value = forms.parse_value(variable.name, variable.form, text)
     return variable.default_value if value is None else value
+
+
+def use_cpu_without_gpu() -> None:
+    """Tells JAX, before it starts, that there is no GPU: an installed CUDA plugin would complain about libraries."""
+    if not any(os.path.exists(device) for device in GPU_DEVICES):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def closest_name(name: str) -> str:
