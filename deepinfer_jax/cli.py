@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deepinfer_jax.config.environ import use_cpu_without_gpu
+
 EXIT_DIFFERS = 1
 EXIT_REFUSED = 2
 # What a caller can correct. Anything else is shown with its trace.
@@ -41,7 +43,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "describe": Command(
         summary="parameters, bytes and arithmetic of a model",
-        module="deepinfer_jax.engine.describe",
+        module="deepinfer_jax.testing.describe_step",
         add="add_describe_parser",
         run="run_describe",
     ),
@@ -74,6 +76,7 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the arguments name, and returns the exit status."""
+    use_cpu_without_gpu()
     given = list(sys.argv[1:] if argv is None else argv)
     named = next((word for word in given if not word.startswith("-")), None)
     args = _make_parser(named).parse_args(given)

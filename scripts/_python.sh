@@ -1,6 +1,9 @@
 # Sourced by the scripts beside it and by .ci/run. Finds a Python that runs, and keeps .venv/ at the
 # repository root in step with pyproject.toml and the pinned versions.
 
+# Without a GPU, JAX's CUDA plugin (the tests assemble kernels with it) would complain about missing libraries.
+[ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
+
 # True when $1 is a Python >= 3.12 that really starts (a version manager's shim may refuse to).
 _is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' </dev/null >/dev/null 2>&1

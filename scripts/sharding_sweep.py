@@ -9,11 +9,9 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
-import subprocess
-import sys
 from typing import Any
 
-from deepinfer_jax.testing.aot import StepCase
+from deepinfer_jax.testing.aot import StepCase, compile_apart
 from deepinfer_jax.testing.facts import run_facts
 
 DECODE: dict[str, Any] = {
@@ -50,20 +48,19 @@ def main() -> None:
     ]
     facts, rows = run_facts(), []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for (phase, _), found in zip(cases, pool.map(compile_apart, [case for _, case in cases]), strict=True):
+        for (phase, _), found in zip(cases, pool.map(compile_or_tell, [case for _, case in cases]), strict=True):
             row = {"kind": "sharding_sweep", "phase": phase, **found, **facts}
             print(json.dumps(row), flush=True)
             rows.append(row)
     print_table(rows)
 
 
-def compile_apart(case: StepCase) -> dict[str, Any]:
+def compile_or_tell(case: StepCase) -> dict[str, Any]:
     """One case in a process of its own; what the compiler said where it failed."""
-    command = [sys.executable, "-m", "deepinfer_jax.testing.aot", json.dumps(dataclasses.asdict(case))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {**dataclasses.asdict(case), "error": done.stderr.strip().splitlines()[-1][:300]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    try:
+        return compile_apart(case)
+    except ValueError as error:
+        return {**dataclasses.asdict(case), "error": str(error)}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

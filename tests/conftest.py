@@ -28,6 +28,15 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 import jax  # noqa: E402 (after the environment is set)
+from jaxtyping import install_import_hook  # noqa: E402
+
+# Shapes and dtypes are checked in the modules that state them. Not in others: a check costs more than most host code.
+ANNOTATED = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "deepinfer_jax").rglob("*.py"))
+    if "from jaxtyping import" in path.read_text(encoding="utf-8")
+]
+install_import_hook(ANNOTATED, "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

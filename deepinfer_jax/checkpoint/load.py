@@ -1,13 +1,14 @@
 """A checkpoint as parameters on devices: each device's shard is read, and moved, on its own."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 from tqdm import tqdm
 
 from deepinfer_jax.checkpoint.locate import locate_model
@@ -43,12 +44,13 @@ def load_model(
     with_draft: bool = False,
     with_vision: bool = False,
     spare_experts: int = 0,
+    engram_on_host: bool = False,
 ) -> tuple[Params, ModelConfig]:
     """Parameters and config of a checkpoint directory or a Hugging Face id.
 
     A config file in place of a directory, or load_format="dummy", gives random parameters of that shape, drawn
     from `seed`. revision: of a Hugging Face id; None is the newest one, or the cached one without a network.
-    with_draft, with_vision, spare_experts: see `load_params`.
+    with_draft, with_vision, spare_experts, engram_on_host: see `load_params`.
     """
     needs_weights = load_format != "dummy"
     location = locate_model(path_or_id, revision=revision, needs_weights=needs_weights)
@@ -57,7 +59,9 @@ def load_model(
         params = init_params(config, seed=seed)
         params = with_random_draft(params, config, seed=seed) if with_draft else params
         params = with_random_vision(params, config, seed=seed) if with_vision else params
-        return place_params(params, config, mesh=mesh, rules=rules, spare_experts=spare_experts), config
+        return place_params(
+            params, config, mesh=mesh, rules=rules, spare_experts=spare_experts, engram_on_host=engram_on_host
+        ), config
     params = load_params(
         location,
         config,
@@ -67,6 +71,7 @@ def load_model(
         with_draft=with_draft,
         with_vision=with_vision,
         spare_experts=spare_experts,
+        engram_on_host=engram_on_host,
     )
     return params, config
 
@@ -82,6 +87,7 @@ def load_params(
     with_draft: bool = False,
     with_vision: bool = False,
     spare_experts: int = 0,
+    engram_on_host: bool = False,
 ) -> Params:
     """The text network of a checkpoint directory, in its stored form, on the devices of `mesh`.
 
@@ -90,6 +96,7 @@ def load_params(
     and `Params.vision` in the same way without `with_vision`. Without a mesh, arrays are on the default device,
     uncommitted. On a mesh, Engram tables and experts get zeros up to a multiple of the devices that share them; no
     other size is changed. spare_experts: places of each layer beyond its experts, at least (see `Params.moe`).
+    engram_on_host: Engram tables go to the memory of the hosts (`RuntimeConfig.engram_on_host` must say so too).
     weights_file: one safetensors file instead of the files of the directory. Weights without scales (BF16 or F32)
     become a `ScaledArray` with scale None. Raises ValueError, naming tensor and file, for whatever does not fit.
     """
@@ -99,7 +106,8 @@ def load_params(
     check_coverage(shards, expected_tensors(config, is_quantized=shards.is_quantized))
     compressed = _token_map(directory, config)
     wanted = wanted_schema(config, with_draft=with_draft, with_vision=with_vision)
-    specs = {spec.path: placed_spec(spec, mesh, rules, spare_experts=spare_experts) for spec in wanted}
+    place = functools.partial(placed_spec, spare_experts=spare_experts, engram_on_host=engram_on_host)
+    specs = {spec.path: place(spec, mesh, rules) for spec in wanted}
     for spec in specs.values():
         _check_shardings(spec, mesh, rules)
     total_bytes = sum(spec.num_bytes for spec in specs.values())
@@ -122,14 +130,20 @@ def load_params(
 
 
 def place_params(
-    params: Params, config: ModelConfig, *, mesh: Mesh | None, rules: Rules | None = None, spare_experts: int = 0
+    params: Params,
+    config: ModelConfig,
+    *,
+    mesh: Mesh | None,
+    rules: Rules | None = None,
+    spare_experts: int = 0,
+    engram_on_host: bool = False,
 ) -> Params:
-    """Parameters that fit on one device, laid out on a mesh as loading does it; unchanged without one."""
-    if mesh is None:
+    """Parameters that fit on one device, laid out on a mesh and in memories as loading does it."""
+    if mesh is None and not engram_on_host:
         return params
     leaves: dict[str, Any] = {}
     for spec in schema_of(params, config):
-        placed = placed_spec(spec, mesh, rules, spare_experts=spare_experts)
+        placed = placed_spec(spec, mesh, rules, spare_experts=spare_experts, engram_on_host=engram_on_host)
         leaf = leaf_at(params, spec.path)
         if not isinstance(leaf, ScaledArray):
             leaves[spec.path] = _place(placed, "payload", np.asarray(leaf), mesh, rules)
@@ -202,13 +216,16 @@ def _assemble(
 ) -> jax.Array:
     """The array whose shards `read` gives; at most one shard is on the host at a time, and each is read once."""
     everything = tuple(slice(0, size) for size in shape)
-    if mesh is None:
+    if mesh is None and spec.memory_kind is None:
         return _to_device(read(everything), None)
     sharding = part_sharding(spec, part, shape, mesh, rules)
+    if isinstance(sharding, SingleDeviceSharding):
+        return _to_device(read(everything), sharding)
     pieces: dict[Any, jax.Array] = {}
     for index, devices in _holders(sharding.addressable_devices_indices_map(shape)):
         values = read(index)
-        pieces |= {device: _to_device(values, device) for device in devices}
+        places = [SingleDeviceSharding(device, memory_kind=spec.memory_kind) for device in devices]
+        pieces |= {device: _to_device(values, place) for device, place in zip(devices, places, strict=True)}
         del values
     in_order = [pieces[device] for device in sharding.addressable_devices_indices_map(shape)]
     return jax.make_array_from_single_device_arrays(shape, sharding, in_order)
@@ -225,6 +242,9 @@ def _holders(
         yield tuple(slice(*bound) for bound in bounds), devices
 
 
-def _to_device(values: np.ndarray, device: Any) -> jax.Array:
-    """A copy on the device. Waits for it, so that the host copy can be freed, and never aliases a mapped file."""
-    return jax.block_until_ready(jax.device_put(values, device, may_alias=False))
+def _to_device(values: np.ndarray, place: SingleDeviceSharding | None) -> jax.Array:
+    """A copy at a place, the default device if None.
+
+    Waits for it, so that the host copy can be freed, and never aliases a mapped file.
+    """
+    return jax.block_until_ready(jax.device_put(values, place, may_alias=False))

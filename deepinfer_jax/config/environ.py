@@ -16,10 +16,23 @@ from deepinfer_jax.config import forms
 from deepinfer_jax.config.forms import BOOL, COUNT, GIB, STEPS, TEXT, Form, Value, choice
 from deepinfer_jax.config.runtime import NumericsName
 
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of Linux, of Linux under Windows
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
-# Names in use beside these: kernels, processes, routing studies, host tables, transport.
+# Names in use beside these: kernels, processes, transport.
 LANDED: frozenset[str] = frozenset(
-    {"model", "replay", "engine", "sampling", "speculation", "vision", "sharding", "balancing", "Ascend"}
+    {
+        "model",
+        "replay",
+        "engine",
+        "sampling",
+        "speculation",
+        "vision",
+        "sharding",
+        "balancing",
+        "routing studies",
+        "host tables",
+        "Ascend",
+    }
 )
 
 PREFIX = "DEEPINFER_"
@@ -82,6 +95,12 @@ def read_variable(variable: Variable, environ: Mapping[str, str]) -> Value:
     return variable.default_value if value is None else value
 
 
+def use_cpu_without_gpu() -> None:
+    """Tells JAX, before it starts, that there is no GPU: an installed CUDA plugin would complain about libraries."""
+    if not any(os.path.exists(device) for device in GPU_DEVICES):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
 def closest_name(name: str) -> str:
     """A hint with the known variable nearest to `name`, or nothing."""
     near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
@@ -140,7 +159,8 @@ _TABLE = (
              field="confidence_temperatures"),
     Variable("DEEPINFER_ENGRAM_PAD_TOKEN", COUNT, 2, "model", "pad id for n-gram windows"),
     Variable("DEEPINFER_ENGRAM_FORCE_GPU_STORAGE", BOOL, False, "host tables",
-             "Engram tables on the device instead of the host", field="engram_on_device"),
+             "Engram tables on the device, not the host; unset: large ones beside a GPU are on the host",
+             field="engram_on_device"),
     Variable("DEEPINFER_SAMPLER_FORCE_TOPK", COUNT, 0, "sampling", "sample among the k best only"),
     Variable("DEEPINFER_DECODE_TOKEN_BLACKLIST", forms.RANGES, "", "sampling",
              "ids never emitted, as in `0..3,7,10..12`, strictly rising", field="token_blacklist"),

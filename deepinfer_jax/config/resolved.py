@@ -65,6 +65,7 @@ class EngineConfig:
     batch_invariant: bool | None
     jit_cache_dir: str | None
     engram_pad_token: int
+    engram_on_device: bool
     enforce_eager: bool
     num_draft_tokens: int
     spec_mode: str
@@ -110,6 +111,10 @@ class EngineConfig:
     eplb_window_steps: int
     eplb_interval_steps: int
     eplb_after_prefill: bool
+    moe_balance_interval_steps: int
+    force_imbalance_ratio: float
+    force_load_balance: bool
+    show_eplb_detail: bool
     # (variable, value) of those variables that have no field of their own yet.
     others: tuple[tuple[str, Value], ...]
     # (field or variable, source) in the order of `describe`.

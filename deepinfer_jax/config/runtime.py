@@ -64,9 +64,13 @@ class RuntimeConfig:
     dp: int = 1  # devices along the mesh's data-parallel axis; a step of several runs inside `shard_map`
     cp: int = 1  # and along its context-parallel one
     splits_rows: bool = True  # whether the devices of one dp rank share its rows; else each computes all of them
+    forced_imbalance: float = (
+        0.0  # for benchmarks: rows choose experts by turns (`ops.moe.forced_experts`); 0: by router
+    )
     counts_experts: bool = False  # whether a step counts the rows that chose each expert
     expert_axes: tuple[str, ...] = ("dp", "cp")  # mesh axes that the experts are spread over
     engram_axes: tuple[str, ...] = ("dp", "cp")  # and the rows of the Engram tables
+    engram_on_host: bool = False  # whether those tables are in the memory of the hosts
 
     def __post_init__(self) -> None:
         if self.numerics not in get_args(NumericsName):
@@ -86,6 +90,11 @@ class RuntimeConfig:
             )
         if self.dp < 1 or self.cp < 1:
             raise ValueError(f"dp={self.dp} and cp={self.cp} must both be at least 1")
+        if self.forced_imbalance and self.is_invariant:
+            raise ValueError(
+                f"forced_imbalance={self.forced_imbalance} makes a row's experts depend on its place in the step, "
+                "against batch-invariant mode; set DEEPINFER_BATCH_INVARIANT=0 for such benchmarks"
+            )
         if self.row_tile not in (8, 16, 32):
             raise ValueError(f"row_tile={self.row_tile} must be 8, 16 or 32")
 

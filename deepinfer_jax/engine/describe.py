@@ -7,8 +7,8 @@ import enum
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -177,7 +177,7 @@ def to_text(description: Description) -> str:
     parts = [
         f"parameters: {_billions(d.backbone_parameters)} in the backbone, {_billions(d.total_parameters)} in all",
         _groups_table(d),
-        "bytes on disk by dtype:\n" + _table([(k, f"{v:,}") for k, v in d.disk_bytes_by_dtype.items()]),
+        "bytes on disk by dtype:\n" + table([(k, f"{v:,}") for k, v in d.disk_bytes_by_dtype.items()]),
         _cache_text(d),
         _decode_table(d),
         _prefill_table(d),
@@ -187,7 +187,7 @@ def to_text(description: Description) -> str:
     if d.effective_config:
         shown = {None: "unset", "": "(empty)"}
         rows = [(s.name, shown[s.value] if s.value in shown else str(s.value), s.source) for s in d.effective_config]
-        parts.append("effective configuration:\n" + _table(rows, is_numeric=False))
+        parts.append("effective configuration:\n" + table(rows, is_numeric=False))
     return "\n\n".join(parts) + "\n"
 
 
@@ -204,7 +204,7 @@ def _groups_table(d: Description) -> str:
     rows.append(
         ("total", f"{num_tensors:,}", f"{d.total_parameters:,}", f"{d.disk_bytes:,}", f"{d.device_bytes:,}", each)
     )
-    return _table(rows)
+    return table(rows)
 
 
 def _cache_text(d: Description) -> str:
@@ -220,7 +220,7 @@ def _cache_text(d: Description) -> str:
         ("one row of main KV", f"{c.main_kv_row_bytes}"),
         ("one row of index K", f"{c.index_k_row_bytes}"),
     ]
-    return f"cache bytes ({d.numerics}):\n" + _table(rows)
+    return f"cache bytes ({d.numerics}):\n" + table(rows)
 
 
 def _decode_table(d: Description) -> str:
@@ -229,14 +229,14 @@ def _decode_table(d: Description) -> str:
     rows += [(label.replace("_", " "), *(_giga(getattr(cost, label)) for cost in d.decode)) for label in labels]
     sizes = ("kv_bytes_read", "index_bytes_read", "bytes_written", "bytes_held")
     rows += [(label.replace("_", " "), *(f"{getattr(cost, label):,.0f}" for cost in d.decode)) for label in sizes]
-    return "decode, GFLOP and cache bytes for one token:\n" + _table(rows)
+    return "decode, GFLOP and cache bytes for one token:\n" + table(rows)
 
 
 def _prefill_table(d: Description) -> str:
     labels = ("bounded", "full", "encoder_scan", "encoder_attention")
     rows = [("prompt", *(f"{cost.prompt_len:,}" for cost in d.prefill))]
     rows += [(label.replace("_", " "), *(_giga(getattr(cost, label)) for cost in d.prefill)) for label in labels]
-    return "prefill, GFLOP for each prompt token:\n" + _table(rows)
+    return "prefill, GFLOP for each prompt token:\n" + table(rows)
 
 
 def _reads_table(d: Description) -> str:
@@ -245,15 +245,15 @@ def _reads_table(d: Description) -> str:
         (str(r.batch), f"{r.experts_per_layer:.1f}", f"{r.backbone_bytes:,}", f"{r.engram_bytes:,}")
         for r in d.weight_reads
     ]
-    return "weights read by a decode step (experts chosen evenly):\n" + _table(rows)
+    return "weights read by a decode step (experts chosen evenly):\n" + table(rows)
 
 
 def _kernels_table(d: Description) -> str:
     rows = [(op, ", ".join(found) or "none") for op, found in d.kernels.items()]
-    return "implementations, first choice first:\n" + _table(rows, is_numeric=False)
+    return "implementations, first choice first:\n" + table(rows, is_numeric=False)
 
 
-def _table(rows: Sequence[Sequence[str]], *, is_numeric: bool = True) -> str:
+def table(rows: Sequence[Sequence[str]], *, is_numeric: bool = True) -> str:
     """Columns as wide as their longest cell; in numeric tables all but the first are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
@@ -274,8 +274,8 @@ def _giga(flops: int | float) -> str:
     return f"{flops / 1e9:.3f}"
 
 
-def add_describe_parser(subparsers: Any) -> None:
-    """Adds `describe` to the subparsers of an `argparse` parser."""
+def add_describe_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds `describe` to the subparsers of an `argparse` parser, and returns its own."""
     parser = subparsers.add_parser("describe", help="parameters, bytes and arithmetic of a model; loads no weights")
     parser.add_argument(
         "model",
@@ -285,6 +285,7 @@ def add_describe_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     parser.add_argument("--vision", action="store_true", help="count the vision encoder among what devices hold")
     parser.add_argument("--mesh", type=parse_mesh, metavar="DPxCP", help="also the bytes of one device of this mesh")
+    return parser
 
 
 def parse_mesh(text: str) -> tuple[int, int]:
@@ -295,8 +296,8 @@ def parse_mesh(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def run_describe(args: argparse.Namespace) -> int:
-    """Writes the figures of `args.model` to standard output. Raises ValueError for what cannot be described."""
+def describe_model(args: argparse.Namespace) -> tuple[Description, Path]:
+    """The figures of `args.model`, and where it is. Raises ValueError for what cannot be described."""
     engine = resolve(EngineArgs(model=args.model))
     if engine.model is None:
         location = locate_configured(engine)
@@ -304,6 +305,4 @@ def run_describe(args: argparse.Namespace) -> int:
         location = locate_model(engine.model, revision=engine.revision, needs_weights=False)
     config = load_config(location)
     runtime = make_runtime(engine, config, target="cpu" if engine.device == "auto" else engine.device)
-    figures = describe(config, runtime=runtime, mesh=args.mesh, engine=engine, with_vision=args.vision)
-    sys.stdout.write(to_json(figures) + "\n" if args.json else to_text(figures))
-    return 0
+    return describe(config, runtime=runtime, mesh=args.mesh, engine=engine, with_vision=args.vision), location

@@ -18,7 +18,7 @@ _BATCH_WAIT = "batched_block_until_ready"  # what `jax.block_until_ready` calls 
 _lock = threading.Lock()
 _launching = threading.local()
 _guards: set[object] = set()  # launches under way in all threads
-_originals: dict[str, Any] = {}  # empty: nothing is replaced
+_originals: dict[tuple[Any, str], Any] = {}  # empty: nothing is replaced
 
 
 class SyncError(RuntimeError):
@@ -43,15 +43,9 @@ def _install(guard: object) -> None:
         _guards.add(guard)
         if _originals:
             return
-        array_type = _array_type()
-        found = {name: getattr(array_type, name) for name in (*_READERS, "_value")}
-        found[_BATCH_WAIT] = getattr(xla_client, _BATCH_WAIT, None)
-        _originals.update(found)
-        for name in _READERS:
-            setattr(array_type, name, _checked(name, found[name]))
-        array_type._value = property(_checked("a value", found["_value"].fget))
-        if found[_BATCH_WAIT] is not None:
-            setattr(xla_client, _BATCH_WAIT, _checked("block_until_ready", found[_BATCH_WAIT]))
+        for place, name, replacement in _replacements():
+            _originals[place, name] = getattr(place, name)
+            setattr(place, name, replacement)
 
 
 def _remove(guard: object) -> None:
@@ -59,18 +53,22 @@ def _remove(guard: object) -> None:
         _guards.discard(guard)
         if _guards:
             return
-        for name, original in _originals.items():
-            if name != _BATCH_WAIT:
-                setattr(_array_type(), name, original)
-            elif original is not None:
-                setattr(xla_client, name, original)
+        for (place, name), original in _originals.items():
+            setattr(place, name, original)
         _originals.clear()
 
 
 @functools.cache
-def _array_type() -> Any:
-    """The class of device arrays, which JAX does not export."""
-    return type(jnp.zeros((), jnp.int32))
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """What replaces each way to read a device array: where it is, its name, and the function or property."""
+    array_type: Any = type(jnp.zeros((), jnp.int32))  # JAX does not export it
+    found: list[tuple[Any, str, Any]] = [
+        (array_type, name, _checked(name, getattr(array_type, name))) for name in _READERS
+    ]
+    found.append((array_type, "_value", property(_checked("a value", array_type._value.fget))))
+    if hasattr(xla_client, _BATCH_WAIT):
+        found.append((xla_client, _BATCH_WAIT, _checked("block_until_ready", getattr(xla_client, _BATCH_WAIT))))
+    return found
 
 
 def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from deepinfer_jax.engine import mesh_steps, steps
 from deepinfer_jax.engine.balancing import ExpertBalancer
 from deepinfer_jax.engine.buckets import StepShape
 from deepinfer_jax.engine.drafting import blank_newest
+from deepinfer_jax.engine.expert_loads import ExpertLoads
 from deepinfer_jax.engine.guard import no_device_reads
 from deepinfer_jax.engine.image_table import ImageTable
 from deepinfer_jax.engine.mesh_steps import MeshSteps
@@ -86,6 +87,7 @@ class Pipeline:
                 model.balance, num_layers=shape.num_hidden_layers, num_experts=shape.n_routed_experts
             )
             self._params = self._mesh_steps.with_table(self._params, self.balancer.table())
+        self._loads = None if model.watch is None else ExpertLoads(model.watch)
         self._temperatures = np.asarray(model.speculation.temperatures, np.float64)
         self._is_compact = model.runtime.replay_mode == "compact"
         self._guard: Callable[[], Any] = no_device_reads if is_guarded else contextlib.nullcontext
@@ -97,9 +99,10 @@ class Pipeline:
             self._images = ImageTable(model.params.vision, config=config, num_places=places)
 
     @property
-    def figures(self) -> dict[str, int]:
-        """Rows that were computed, and what became of images, for statistics."""
-        rows = {"encoder_rows": self.num_encoder_rows, "decoder_rows": self.num_decoder_rows}
+    def figures(self) -> dict[str, int | float]:
+        """Rows that were computed, balance of the experts, and what became of images, for statistics."""
+        rows: dict[str, int | float] = {"encoder_rows": self.num_encoder_rows, "decoder_rows": self.num_decoder_rows}
+        rows |= {} if self._loads is None else self._loads.figures()
         return rows | ({} if self._images is None else dataclasses.asdict(self._images.counters))
 
     @property
@@ -243,6 +246,9 @@ class Pipeline:
         drawn, told, best = self._steps.by_rank(results)
         self.num_encoder_rows += int(computed.rows[0])
         self.num_decoder_rows += int(computed.rows[1])
+        places = None if self.balancer is None else self.balancer.places
+        if self._loads is not None:
+            self._loads.note(computed.loads, places)
         if self.balancer is not None:
             self.balancer.note(computed.loads, is_prefill=launched.plan.is_prefill)
         found: list[ChunkDraws] = []

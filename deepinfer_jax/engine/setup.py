@@ -21,6 +21,7 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine import ascend
 from deepinfer_jax.engine.balancing import BalancePlan
 from deepinfer_jax.engine.drafting import Speculation
+from deepinfer_jax.engine.expert_loads import LoadWatch
 from deepinfer_jax.kernels.ascend import Bridge
 from deepinfer_jax.kernels.ascend_coverage import host_ops
 from deepinfer_jax.kernels.registry import ASCEND
@@ -30,6 +31,7 @@ from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 RELEASED_NUMERICS = "q"
+MAX_DEVICE_TABLE_BYTES = 1 << 30  # Engram tables that are larger stay on the host, if nobody says where
 MIN_ROLLBACK_TOKENS = 6  # the rings' size in every engine, so that drafts need no other layout
 _PLATFORMS = {"cpu": "cpu", "nvidia": "gpu", ASCEND: "cpu"}
 _TARGETS = {"cpu": "cpu", "gpu": "nvidia"}
@@ -47,6 +49,7 @@ class LoadedModel:
     mesh: Mesh | None = None  # None: one device
     speculation: Speculation = Speculation()
     balance: BalancePlan | None = None  # None: experts stay where they are
+    watch: LoadWatch | None = None  # None: no statistics of the experts
 
 
 def load_engine_model(config: EngineConfig) -> LoadedModel:
@@ -58,6 +61,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     location = locate_configured(config)
     bridge = open_ascend(config, load_config(location)) if target == ASCEND else None
     load_format: LoadFormat = "dummy" if config.load_format == "dummy" else "auto"
+    on_host = tables_on_host(config, load_config(location), target=target)
     with jax.default_device(device):
         params, model = load_model(
             location,
@@ -67,6 +71,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
             with_draft=config.num_draft_tokens > 0,
             with_vision=jax.process_count() == 1 and bridge is None,
             spare_experts=config.num_extra_experts if mesh is not None else 0,
+            engram_on_host=on_host,
         )
     if config.source("engram_pad_token") != DEFAULT:
         model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)
@@ -76,13 +81,14 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
         params = ascend.place_params(params, runtime, bridge, mode=config.ascend_mode)
     return LoadedModel(
         params=params,
-        runtime=runtime,
+        runtime=dataclasses.replace(runtime, engram_on_host=on_host),
         tokenizer=find_tokenizer(config, location, model),
         max_model_len=context_limit(config, model),
         device=device,
         mesh=mesh,
         speculation=speculation,
         balance=balance,
+        watch=make_watch(config),
     )
 
 
@@ -126,6 +132,14 @@ def make_balance_plan(config: EngineConfig, params: Params) -> BalancePlan | Non
         places_per_shard=params.moe.experts.w1.payload.shape[1] // num_shards,
         counts_prefill=config.eplb_after_prefill,
     )
+
+
+def tables_on_host(config: EngineConfig, model: ModelConfig, *, target: str) -> bool:
+    """Whether Engram tables are in the memory of the hosts: where asked for, else large ones beside a GPU."""
+    if config.source("engram_on_device") != DEFAULT:
+        return not config.engram_on_device and bool(model.engram_layer_ids)
+    row_bytes = model.engram_head_dim * 33 // 32  # FP8 and a scale for 32 channels
+    return target == "nvidia" and sum(model.engram_num_embeddings) * row_bytes > MAX_DEVICE_TABLE_BYTES
 
 
 def make_engine_mesh(config: EngineConfig, device: Any) -> Mesh | None:
@@ -235,9 +249,32 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str, max_d
         kernels=config.kernels,
         target=target,
         host_ops=host_ops(config.host_ops),
-        counts_experts=config.eplb_interval_steps > 0,
+        forced_imbalance=forced_imbalance(config),
+        counts_experts=make_watch(config) is not None,
         dp=config.mesh_shape[0],
         cp=config.mesh_shape[1],
+    )
+
+
+def forced_imbalance(config: EngineConfig) -> float:
+    """How uneven the choice of experts is made for a benchmark; 0: the router chooses. ValueError for two answers."""
+    if config.force_load_balance and config.force_imbalance_ratio > 1:
+        raise ValueError(
+            f"DEEPINFER_FORCE_LOAD_BALANCE=1 contradicts DEEPINFER_FORCE_IMBALANCE_RATIO="
+            f"{config.force_imbalance_ratio}; leave one of them out"
+        )
+    return 1.0 if config.force_load_balance else config.force_imbalance_ratio
+
+
+def make_watch(config: EngineConfig) -> LoadWatch | None:
+    """How the experts' balance is told; None where nobody asked: it costs a count in every layer."""
+    is_wanted = config.show_eplb_detail or config.source("moe_balance_interval_steps") != DEFAULT
+    if not is_wanted and not config.eplb_interval_steps:
+        return None
+    return LoadWatch(
+        interval=config.moe_balance_interval_steps,
+        num_shards=config.mesh_shape[0] * config.mesh_shape[1],
+        logs_table=config.show_eplb_detail,
     )
 
 

@@ -19,8 +19,10 @@ import numpy as np
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.pipeline import Pipeline
 from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.shardings import HOST_MEMORY
 from deepinfer_jax.model.state import PAGED_LEAVES, State, init_state
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.scheduler.batching import RequestOptions
@@ -100,9 +102,8 @@ def check(saved: RequestSnapshot, *, fingerprint: str) -> None:
 def fingerprint(params: Params, runtime: RuntimeConfig) -> str:
     """A digest of the configuration and of samples of every weight array, the same on every mesh."""
     digest = hashlib.sha256()
-    kept = dataclasses.replace(
-        runtime, kernels="auto", target="", dp=1, cp=1, expert_axes=(), engram_axes=(), counts_experts=False
-    )
+    same = {"kernels": "auto", "target": "", "dp": 1, "cp": 1, "expert_axes": (), "engram_axes": ()}
+    kept = dataclasses.replace(runtime, **same, counts_experts=False, engram_on_host=False)
     digest.update(repr(kept).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
@@ -115,9 +116,15 @@ def fingerprint(params: Params, runtime: RuntimeConfig) -> str:
         if name.startswith(".moe.experts") and params.moe.replicas is not None:
             first_places = np.asarray(params.moe.replicas)[:, :, 0]
             index = (index[0], first_places[index[:2]], *index[2:])
-        values = np.asarray(leaf[index]) if size else np.zeros(0)
+        values = np.asarray(_samples_of(leaf, index)) if size else np.zeros(0)
         digest.update(f"{name} {shape} {leaf.dtype}".encode() + values.tobytes())
     return digest.hexdigest()[:32]
+
+
+def _samples_of(leaf: jax.Array, index: Any) -> jax.Array:
+    if leaf.sharding.memory_kind != HOST_MEMORY:
+        return leaf[index]
+    return steps.samples_on_host(leaf, *(np.asarray(one, np.int32) for one in index))
 
 
 def _own_shape(name: str, shape: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from deepinfer_jax.model.vision import encode_image, pixel_values
 from deepinfer_jax.model.vision_params import VisionParams
 from deepinfer_jax.ops.invariant import map_rows
 from deepinfer_jax.ops.paged import num_leading
+from deepinfer_jax.parallel.engram_rows import take_on_host
 from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling import logits as sampling
 from deepinfer_jax.sampling.logits import SampleSettings
@@ -162,6 +163,9 @@ def copy_states(carried: Carried, copies: Int32[Array, "C F"]) -> Carried:
 def best_tokens(logprobs: Float32[Array, "N V"], *, count: int) -> tuple[Float32[Array, "N k"], Int32[Array, "N k"]]:
     """The `count` best log-probabilities of each row and their tokens, lowest id first on ties."""
     return sampling.top_logprobs(logprobs, count)
+
+
+samples_on_host = jax.jit(take_on_host)
 
 
 @jax.jit

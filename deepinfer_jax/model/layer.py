@@ -11,7 +11,7 @@ from deepinfer_jax.kernels.rms_norm.api import rms_norm
 from deepinfer_jax.model import attention as attending
 from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.engram import engram
-from deepinfer_jax.model.moe import Routed, route, run_experts, run_shared
+from deepinfer_jax.model.moe import Routed, force_experts, route, run_experts, run_shared
 from deepinfer_jax.model.params import DraftParams, HyperParams, Params, layer_slice
 from deepinfer_jax.model.selection import Selection, select
 from deepinfer_jax.model.sources import ring_places, write_sources
@@ -202,6 +202,7 @@ def finish(
 
     live = rows.num_live
     streams, mix, routed = stages.map_rows(before_experts, attended, entered, is_image, num_live=live, config=config)
+    routed = force_experts(routed, config=config)
     shared_out = stages.map_rows(
         lambda stages, u: run_shared(shared, u, prefix=prefix, config=config, stages=stages),
         routed.u,

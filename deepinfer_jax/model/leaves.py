@@ -26,6 +26,7 @@ class LeafSpec:
     storage: Storage
     axes: tuple[str, ...]
     stack: tuple[int, ...] | None = None
+    memory_kind: str | None = None  # JAX's name of the memory that its arrays are in; None: the device's own
 
     @property
     def payload_shape(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """The expert sublayer of one layer (spec: backbone 6)."""
 
+import dataclasses
 from typing import Any
 
 from jaxtyping import Array, Bool, Float, Float32, Int
@@ -54,6 +55,21 @@ def route(
         backend=config.backend,
     )
     return Routed(u=fp8_roundtrip(u) if quantizes else u, expert_ids=ids, weights=weights)
+
+
+def force_experts(routed: Routed, *, config: RuntimeConfig) -> Routed:
+    """`routed` with experts that take turns in place of those that were chosen, where the config forces them."""
+    if not config.forced_imbalance:
+        return routed
+    count, model = routed.expert_ids.shape[0], config.model
+    ids = experts_math.forced_experts(
+        count,
+        num_experts=model.n_routed_experts,
+        count=model.num_experts_per_tok,
+        num_shards=config.num_pieces(config.expert_axes),
+        imbalance=config.forced_imbalance,
+    )
+    return dataclasses.replace(routed, expert_ids=ids)
 
 
 def run_shared(

@@ -30,6 +30,7 @@ _STATE_AXES: dict[str, tuple[str, ...]] = {
 }
 
 
+HOST_MEMORY = "pinned_host"  # JAX's name of host memory that a device can reach
 _IN_PIECES = ("expert", "engram_row")  # logical axes of parameters that a step finds in pieces
 # How a step on a mesh takes the state in and gives it back; a spec may stand for a whole subtree.
 STATE_SPECS: State = unchecked(
@@ -42,16 +43,23 @@ STATE_SPECS: State = unchecked(
 
 
 def placed_spec(
-    spec: LeafSpec, mesh: AnyMesh | None, rules: Rules | None = None, *, spare_experts: int = 0
+    spec: LeafSpec,
+    mesh: AnyMesh | None,
+    rules: Rules | None = None,
+    *,
+    spare_experts: int = 0,
+    engram_on_host: bool = False,
 ) -> LeafSpec:
     """The spec with padded axes grown to what the mesh needs: rows of Engram tables, and places for experts.
 
-    spare_experts: places that each layer of the backbone has beyond its experts, at least.
+    spare_experts: places that each layer of the backbone has beyond its experts, at least. engram_on_host: Engram
+    tables are in the memory of the hosts.
     """
     shape = spec.shape
     if spare_experts and spec.path.startswith("moe.experts."):
         shape = tuple(n + spare_experts if a == "expert" else n for n, a in zip(shape, spec.axes, strict=True))
-    return dataclasses.replace(spec, shape=padded_shape(shape, spec.axes, mesh, rules))
+    kind = HOST_MEMORY if engram_on_host and "engram_row" in spec.axes else None
+    return dataclasses.replace(spec, shape=padded_shape(shape, spec.axes, mesh, rules), memory_kind=kind)
 
 
 def part_sharding(
@@ -59,8 +67,11 @@ def part_sharding(
 ) -> Sharding:
     """The sharding of one array of a leaf; the default device when there is no mesh."""
     if mesh is None:
-        return SingleDeviceSharding(jax.local_devices()[0])
-    return sharding_for(mesh, spec.axes, shape, rules=rules, name=f"{spec.path} ({part})")
+        chosen = jax.config.jax_default_device
+        sharding = SingleDeviceSharding(chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0])
+    else:
+        sharding = sharding_for(mesh, spec.axes, shape, rules=rules, name=f"{spec.path} ({part})")
+    return sharding if spec.memory_kind is None else sharding.with_memory_kind(spec.memory_kind)
 
 
 def param_shardings(

@@ -1,9 +1,11 @@
 """Router and experts (spec: backbone 6)."""
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -31,6 +33,30 @@ def expert_weights(
     chosen = jnp.take_along_axis(scores, expert_ids, axis=1)
     total = ordered_sum([chosen[:, i] for i in range(chosen.shape[1])])
     return chosen / (total[:, None] + ROUTER_EPS) * scaling
+
+
+def forced_experts(
+    num_rows: int, *, num_experts: int, count: int, num_shards: int, imbalance: float
+) -> Int[Array, "T A"]:
+    """Expert ids for benchmarks: the first shard gets `imbalance` times the mean share, the others equal ones.
+
+    Shards hold equally many adjacent experts. Within a shard the experts take turns, so that those of a row differ.
+    Raises ValueError for an imbalance above the number of shards, or one for which a row needs more experts of the
+    first shard than it has.
+    """
+    of_shard, share = num_experts // num_shards, imbalance / num_shards
+    if share > 1 or math.ceil(count * share) > of_shard:
+        raise ValueError(
+            f"an imbalance of {imbalance} over {num_shards} shards of {of_shard} experts, {count} chosen by a row, is "
+            f"impossible; give at most {min(num_shards, num_shards * of_shard // count)}"
+        )
+    pairs = np.arange(num_rows * count)
+    before = np.floor(pairs * share).astype(np.int64)  # pairs of the first shard so far
+    is_first = np.floor((pairs + 1) * share).astype(np.int64) > before
+    others = pairs - before
+    shard = np.where(is_first, 0, 1 + others % max(1, num_shards - 1))
+    turn = np.where(is_first, before, others // max(1, num_shards - 1))
+    return jnp.asarray((shard * of_shard + turn % of_shard).reshape(num_rows, count), jnp.int32)
 
 
 def swiglu(

@@ -1,8 +1,9 @@
-"""Look-ups in an Engram table whose rows lie on all devices of the mesh."""
+"""Look-ups in an Engram table whose rows lie on all devices of the mesh, or in their hosts' memory."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
@@ -15,13 +16,39 @@ def look_up(table: ScaledArray, wanted: Int[Array, "T N"], *, config: RuntimeCon
     """The packed rows [T, N, W] of a table; a negative row number gives zeros.
 
     table: this device's rows of the whole table, the first of which has the number of its device times their count.
-    Bytes on the wire for each wanted row: its number (4 bytes) there, its packed bytes back (`exchange`).
+    Bytes on the wire for each wanted row: its number (4 bytes) there, its packed bytes back (`exchange`). A table in
+    host memory sends the same bytes over the bus as well, for the rows that this device was asked for.
     """
     peers = peers_along(config.engram_axes, config)
     if peers.count == 1:
-        return paged.take_rows(table, wanted)
+        return _take_rows(table, wanted, config=config)
     num_local, flat = table.payload.shape[0], wanted.reshape(-1)
     numbers, is_item, way = send(flat, jnp.where(flat >= 0, flat // num_local, -1), peers)
     here = jnp.where(is_item, numbers - lax.axis_index(peers.axes).astype(jnp.int32) * num_local, -1)
-    found = send_back(paged.take_rows(table, here), way)
+    found = send_back(_take_rows(table, here, config=config), way)
     return jax.tree.map(lambda a: a.reshape(*wanted.shape, *a.shape[1:]), found)
+
+
+def _take_rows(table: ScaledArray, numbers: Int[Array, "*N"], *, config: RuntimeConfig) -> ScaledArray:
+    """Rows of this device's part of the table; a negative number gives zeros."""
+    if not config.engram_on_host:
+        return paged.take_rows(table, numbers)
+
+    def take(array: Array) -> Array:
+        rows = take_on_host(array, jnp.maximum(numbers, 0))
+        return jnp.where((numbers >= 0)[..., None], rows, jnp.zeros((), rows.dtype))
+
+    return jax.tree.map(take, table)
+
+
+def take_on_host(array: Array, *index: Int[Array, "..."]) -> Array:
+    """`array[index]` of an array in host memory, gathered by the host and brought to the device; inside `jax.jit` only.
+
+    The device does not read the array: only what was asked for moves.
+    """
+
+    def take(array: Array, *index: Array) -> Array:
+        return array[index]
+
+    gather = compute_on(take, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    return jax.device_put(gather(array, *jax.device_put(index, jax.memory.Space.Host)), jax.memory.Space.Device)

@@ -5,7 +5,7 @@ of the largest load, of a replica and then of a device, since the fullest one is
 """
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 MAX_REPLICAS = 12  # places of one expert; a row of the replica table has so many entries
 
@@ -107,7 +107,7 @@ def sources_of(before: Int[np.ndarray, " P"], after: Int[np.ndarray, " P"]) -> I
     return np.array([first[int(e)] if m else -1 for e, m in zip(after, moves, strict=True)], np.int32)
 
 
-def imbalance(loads: Float[np.ndarray, "W E"], places: Int[np.ndarray, " P"], *, num_shards: int) -> float:
+def imbalance(loads: Real[np.ndarray, "W E"], places: Int[np.ndarray, " P"], *, num_shards: int) -> float:
     """The fullest device's rows over the mean, of all steps together weighted by their rows; 1.0 is even."""
     counts = np.bincount(places[places >= 0], minlength=loads.shape[1])
     shares = np.concatenate([loads / np.maximum(counts, 1), np.zeros((loads.shape[0], 1))], axis=1)

@@ -1,9 +1,9 @@
-"""The full-size step compiled for GPUs that are not there: does it compile, what does a device hold, what travels.
+"""A step compiled for devices that are not there: does it compile, what does a device hold, what travels.
 
     python -m deepinfer_jax.testing.aot '{"target": "b200", "dp": 64, "cp": 1, "num_rows": 128, ...}'
 
-compiles one case in a process of its own, as the compiler remembers its first target, and prints one JSON line. It
-needs the packages of requirements-nvidia.txt, and no GPU.
+compiles one case in a process of its own, as the compiler remembers its first target, and prints one JSON line. For
+a GPU it needs the packages of requirements-nvidia.txt, and no GPU; "cpu" stands for as many CPUs.
 """
 
 import collections
@@ -12,9 +12,11 @@ import functools
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from deepinfer_jax.config.places import shipped_config
@@ -28,14 +30,14 @@ _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32"
 class StepCase:
     """One step on one mesh; sizes are those of a data-parallel rank."""
 
-    target: str  # a file of config/targets
+    target: str  # a file of config/targets, or "cpu"
     dp: int
     cp: int
     num_rows: int
     num_slots: int
     num_pages: int
     pages_per_slot: int  # the longest context, in pages
-    model: str = "model/deepseek-v4.1-flash.json"
+    model: str = "model/deepseek-v4.1-flash.json"  # a shipped shape, or a path of a config.json
 
 
 def compile_case(case: StepCase) -> dict[str, Any]:
@@ -56,15 +58,21 @@ def compile_case(case: StepCase) -> dict[str, Any]:
     from deepinfer_jax.testing.abstract import COMPILER_OPTIONS
 
     count = case.dp * case.cp
-    description = resources.files("deepinfer_jax.config").joinpath("targets", f"{case.target}.textproto").read_text()
-    hosts, per_host = max(1, count // GPUS_PER_HOST), min(GPUS_PER_HOST, count)
-    topology = topologies.get_topology_desc(
-        case.target, platform="cuda", topology=f"1x{hosts}x{per_host}", target_config=description
-    )
-    devices = np.array(topology.devices).reshape(case.dp, case.cp)
+    if case.target == "cpu":
+        found = jax.devices()
+    else:
+        description = resources.files("deepinfer_jax.config").joinpath("targets", f"{case.target}.textproto")
+        hosts, per_host = max(1, count // GPUS_PER_HOST), min(GPUS_PER_HOST, count)
+        found = topologies.get_topology_desc(
+            case.target, platform="cuda", topology=f"1x{hosts}x{per_host}", target_config=description.read_text()
+        ).devices
+    devices = np.array(found).reshape(case.dp, case.cp)
     mesh = Mesh(devices, (DP, CP), axis_types=(AxisType.Auto, AxisType.Auto))
-    model = load_config(shipped_config(case.model))
-    config = RuntimeConfig(model=model, target="nvidia", is_invariant=False, dp=case.dp, cp=case.cp)
+    own = Path(case.model)
+    model = load_config(own if own.is_absolute() else shipped_config(case.model))
+    config = RuntimeConfig(
+        model=model, target="cpu" if case.target == "cpu" else "nvidia", is_invariant=False, dp=case.dp, cp=case.cp
+    )
     params = placed_params(model, mesh)
     make = functools.partial(init_state, config, num_slots=case.num_slots * case.dp, num_pages=case.num_pages * case.dp)
     state = jax.eval_shape(make)
@@ -77,7 +85,7 @@ def compile_case(case: StepCase) -> dict[str, Any]:
 
     step = functools.partial(forward_on_mesh, mesh=mesh, config=config)
     start = time.perf_counter()
-    with jax.default_device(topology.devices[0]):
+    with jax.default_device(found[0]):
         jitted = jax.jit(step, donate_argnums=(1,), compiler_options=COMPILER_OPTIONS)
         compiled = jitted.lower(params, state, batch).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
@@ -90,23 +98,48 @@ def compile_case(case: StepCase) -> dict[str, Any]:
         "donated_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "device_bytes": held,
-        "fits": held < MEMORY_BYTES[case.target],
+        "fits": held < MEMORY_BYTES.get(case.target, float("inf")),
         "collectives": collective_bytes(text),
     }
 
 
 def collective_bytes(text: str) -> dict[str, dict[str, int]]:
-    """Of each kind of collective in a compiled step: how many there are, and the bytes that they make on a device."""
+    """Of each kind of collective: how many a step runs, and the bytes that they make on a device.
+
+    A kind that only some layers need counts for every layer where the layers share one loop (on a CPU).
+    """
     from deepinfer_jax.testing import hlo
 
     found: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"count": 0, "bytes": 0})
-    for one in hlo.instructions(text):
+    instructions = hlo.instructions(text)
+    times = hlo.repetitions(instructions, text)
+    for one in instructions:
         kind = one.opcode.removesuffix("-start")
         if kind in hlo.COLLECTIVES:
             arrays = one.arrays[-1:] if one.opcode.endswith("-start") else one.arrays
-            found[kind]["count"] += 1
-            found[kind]["bytes"] += sum(math.prod(shape) * _ITEM_BYTES.get(dtype, 4) for dtype, shape in arrays)
+            repeats = times.get(one.computation, 0)
+            found[kind]["count"] += repeats
+            found[kind]["bytes"] += repeats * sum(
+                math.prod(shape) * _ITEM_BYTES.get(dtype, 4) for dtype, shape in arrays
+            )
     return dict(found)
+
+
+def compile_apart(case: StepCase) -> dict[str, Any]:
+    """`compile_case` in a process of its own. Raises ValueError with what the compiler said where it failed."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if case.target == "cpu":
+        flags += f" --xla_force_host_platform_device_count={case.dp * case.cp}"
+    done = subprocess.run(
+        [sys.executable, "-m", "deepinfer_jax.testing.aot", json.dumps(dataclasses.asdict(case))],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "XLA_FLAGS": flags.strip()},
+    )
+    if done.returncode:
+        raise ValueError(f"the step was not compiled for {case.target}: {done.stderr.strip().splitlines()[-1][:300]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def _blank_batch(case: StepCase, cls: Any, jnp: Any) -> Any:

@@ -20,6 +20,8 @@ _COPIES = frozenset({"copy", "copy-start", "convert", "transpose", "pad", "conca
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"\bcalls=%?([\w.\-]+)")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_CALLEES = re.compile(r"\b(calls|body|condition|to_apply|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -55,6 +57,29 @@ def instructions(text: str) -> tuple[Instruction, ...]:
                 )
             )
     return tuple(found)
+
+
+def repetitions(found: Collection[Instruction], text: str) -> dict[str, int]:
+    """How often each computation runs in one call of the program; found: the instructions of `text`.
+
+    A loop whose trip count the text does not tell counts once, and so does every branch of a conditional.
+    """
+    entry = next(line.split()[1].lstrip("%") for line in text.splitlines() if line.startswith("ENTRY "))
+    calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+    for one in found:
+        trips = _TRIPS.search(one.text)
+        for role, names in _CALLEES.findall(one.text):
+            times = int(trips[1]) if trips and role == "body" else 1
+            calls[one.computation] += [(name.strip().lstrip("%"), times) for name in names.strip("{}").split(",")]
+    total: collections.Counter[str] = collections.Counter()
+
+    def run(computation: str, times: int) -> None:
+        total[computation] += times
+        for name, more in calls[computation]:
+            run(name, times * more)
+
+    run(entry, 1)
+    return dict(total)
 
 
 def _shape(dims: str) -> tuple[int, ...]:

@@ -236,8 +236,6 @@ def test_value_that_turns_nothing_on_is_accepted(variable, off):
     "text",
     [
         "DEEPINFER_GLOO_TIMEOUT=9 needs processes; 14400",
-        "DEEPINFER_FORCE_LOAD_BALANCE=1 needs routing studies; False",
-        "DEEPINFER_ENGRAM_FORCE_GPU_STORAGE=1 needs host tables; False",
         "DEEPINFER_JAX_KERNELS=mosaic_sm90 needs kernels; auto, reference",
     ],
 )

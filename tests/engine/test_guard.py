@@ -83,11 +83,14 @@ def test_an_interrupt_while_the_guard_begins_leaves_none(array, monkeypatch):
     monkeypatch.setattr(guard, "_guards", set())  # so that what it leaves behind ends with this test
     monkeypatch.setattr(guard, "_launching", threading.local())
 
-    def interrupt(*_):
+    replacements = guard._replacements()
+
+    def interrupt():
+        yield from replacements[:2]
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(guard, "_checked", interrupt)
+        patch.setattr(guard, "_replacements", interrupt)
         with pytest.raises(KeyboardInterrupt), no_device_reads():
             pass
     with no_device_reads(), pytest.raises(SyncError):

@@ -110,6 +110,30 @@ def test_combine_adds_in_slot_order_and_rounds_once(exact_jit):
     assert np.any(want != rounded_twice)
 
 
+@pytest.mark.parametrize("imbalance", [1.0, 1.5, 3.0])
+def test_forced_experts_load_the_first_shard_as_told_and_the_others_alike(imbalance: float):
+    shards, experts, count, rows = 4, 32, 2, 512
+    ids = np.asarray(moe.forced_experts(rows, num_experts=experts, count=count, num_shards=shards, imbalance=imbalance))
+    assert (ids[:, 0] != ids[:, 1]).all()
+    loads = np.bincount(ids.reshape(-1), minlength=experts).reshape(shards, -1)
+    by_shard = loads.sum(axis=1)
+    assert by_shard[0] == pytest.approx(imbalance * rows * count / shards, abs=1)
+    assert np.ptp(by_shard[1:]) <= 1
+    assert np.ptp(loads, axis=1).max() <= 1, "experts of a shard take turns"
+
+
+def test_few_forced_rows_are_even_over_the_shards():
+    ids = np.asarray(moe.forced_experts(4, num_experts=32, count=2, num_shards=4, imbalance=1.0))
+    assert np.bincount(ids.reshape(-1) // 8, minlength=4).tolist() == [2, 2, 2, 2]
+
+
+def test_an_impossible_imbalance_is_refused_with_the_largest():
+    with pytest.raises(ValueError, match="give at most 2"):
+        moe.forced_experts(8, num_experts=8, count=2, num_shards=2, imbalance=2.5)
+    with pytest.raises(ValueError, match="give at most 4"):
+        moe.forced_experts(8, num_experts=8, count=2, num_shards=8, imbalance=6.0)
+
+
 def test_no_rows_give_no_rows():
     u, weight = jnp.zeros((0, 8)), jnp.zeros((5, 8))
     scores = moe.router_scores(u, weight)

@@ -42,7 +42,7 @@ class Session:
         self.texts = Texts(
             tokenizer=self.main.tokenizer, image_token=self.main.model.image_token_id, num_tokens=num_tokens
         )
-        self.requests = base_requests(self.texts)
+        self.requests = base_requests(self.texts, has_vision=self.has_vision)
 
     @property
     def has_vision(self) -> bool:

@@ -11,6 +11,7 @@ from deepinfer_jax.text.tokenizer import Tokenizer
 # Tokens that a request may still draw when its state is read: two steps of a newest token and five drafts.
 SPARE = 12
 LONG_PROMPT = 290  # tokens: more than two windows and four pages of the shipped model
+PICTURE = "picture"  # name of the request of the base set that has an image
 ROOM = 20  # tokens: what neighbours draw beyond the base set, and images
 
 _LINES = (
@@ -69,8 +70,11 @@ def longest_request(num_tokens: int) -> int:
     return LONG_PROMPT + num_tokens + ROOM
 
 
-def base_requests(texts: Texts) -> tuple[Request, ...]:
-    """One request for each way to draw, with prompts from one token to several pages; each has its own seed."""
+def base_requests(texts: Texts, *, has_vision: bool) -> tuple[Request, ...]:
+    """One request for each way to draw, with prompts from one token to several pages; each has its own seed.
+
+    has_vision: one more, with a picture in its prompt.
+    """
     count = texts.num_tokens
     # Lengths around a page (64): so that some requests open a page while they draw.
     asked: dict[str, tuple[int, dict[str, Any]]] = {
@@ -87,7 +91,9 @@ def base_requests(texts: Texts) -> tuple[Request, ...]:
         "stops": (60, {"stop": ("return", "\n\n"), "min_tokens": count - SPARE // 2}),
     }
     common: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
-    return tuple(
+    if has_vision:
+        asked[PICTURE] = (40, {"temperature": 1.0})
+    requests = tuple(
         Request(
             name=name,
             prompt=texts.prompt(length, first_line=place),
@@ -95,6 +101,8 @@ def base_requests(texts: Texts) -> tuple[Request, ...]:
         )
         for place, (name, (length, options)) in enumerate(asked.items())
     )
+    shown = with_pictures(texts, requests)
+    return tuple(shown[place] if one.name == PICTURE else one for place, one in enumerate(requests))
 
 
 def neighbours(texts: Texts, number: int, **options: Any) -> tuple[Request, ...]:
