@@ -16,8 +16,6 @@
 | recompilations, recompiled | those after the warm-up; name of the shape -> how often |
 | idle_s, idle_share | seconds in which the device waited for a launch; idle_s / work_s |
 | finished, aborted | reason -> ended requests; how many of them with the reason "abort" |
-| expert_rows | where counted: rows times choices of the last interval of `engine/expert_loads.py` |
-| expert_imbalance_mean, _max | over its layers: rows of the fullest device over the mean |
 | drafts | where drafts were verified: what became of them (`draft_stats.py`) |
 
 Mean and maximum are those of every sample; a percentile is that of the last `SAMPLES`. None: no sample, no time. Rows

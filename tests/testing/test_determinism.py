@@ -40,11 +40,11 @@ def test_rows_of_one_axis_are_equal_and_a_second_run_keeps_them(model, tmp_path,
     options = ("--only", "position in the batch", "--json", str(path))
     assert run(model, *options) == 0
     printed = capsys.readouterr().out
-    assert "other places" in printed and "equal (8/8)" in printed and "all 1 rows are equal" in printed
+    assert "other places" in printed and "equal (9/9)" in printed and "all 1 rows are equal" in printed
     report = json.loads(path.read_text())
-    assert report["is_ok"] and len(report["fingerprints"]) == 8
+    assert report["is_ok"] and len(report["fingerprints"]) == 9
     [row] = report["rows"]
-    assert row["notes"]["rows"] > 8 and set(row["equal"]) == {"tokens", "log-probabilities", "state"}
+    assert row["notes"]["rows"] > 9 and set(row["equal"]) == {"tokens", "log-probabilities", "state"}
 
     def never(*_):
         raise AssertionError("a finished row was run again")
@@ -92,7 +92,7 @@ def test_a_perturbation_that_did_not_happen_fails(model):
         )
     finally:
         session.close()
-    assert all(row.equal.values()) and row.states == row.requests == 8
+    assert all(row.equal.values()) and row.states == row.requests == 9
     assert row.missing == "preemptions 0, expected 1" and not row.is_ok
 
 
