@@ -88,7 +88,7 @@ def apply_layer(
     features = carry.features
     if features is not None:
         features = features.at[:, layer.target_ordinal].set(_stream_mean(streams), mode="drop")
-    attention_params = layer_weights(params.attention, layer.layer, dtype=streams.dtype)
+    attention_params = layer_weights(params.attention, layer.layer, dtype=streams.dtype, config=config)
     prefix = f"layers.{layer.layer}"
     entered = enter(
         params, attention_params, streams, carry.pre, rows, layer, prefix=prefix, config=config, stages=stages
@@ -174,7 +174,7 @@ def finish(
     """
     index = layer.layer
     mixer, norm = layer_slice(params.hc_ffn, index), params.ffn_norm[index]
-    shared = layer_weights(params.moe.shared, index, dtype=attended.dtype)
+    shared = layer_weights(params.moe.shared, index, dtype=attended.dtype, config=config)
     gate, bias = layer_slice(params.moe.gate, index), params.moe.bias[index][None, :]
 
     def before_experts(

@@ -76,6 +76,13 @@ def test_an_implementation_that_is_not_automatic_is_taken_by_name_only():
     assert names({"op": impls}, Backend(target="nvidia")) == {"op": (REFERENCE,)}
 
 
+def test_kernels_for_hopper_exist_for_the_ops_of_a_layer_and_are_not_automatic():
+    asked = names(OPS, Backend(target="nvidia", kernels="mosaic_sm90"))
+    found = {op for op, impls in asked.items() if impls == ("mosaic_sm90", REFERENCE)}
+    assert found == {"attention", "experts", "grouped_linear", "indexer", "linear", "shared_expert"}
+    assert set(names(OPS, Backend(target="nvidia")).values()) == {(REFERENCE,)}
+
+
 def test_nothing_runs_on_the_host_of_an_ascend_device_unasked():
     with pytest.raises(AscendUnsupportedError, match="op on ascend: fast refuses: x=1 is odd; .* add op to host_ops"):
         run(1, target="ascend")
