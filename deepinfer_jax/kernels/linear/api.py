@@ -68,3 +68,14 @@ def multiplies_packed(w: ScaledArray, *, dtype: Any, backend: Backend) -> bool:
     rows = jnp.zeros((1, w.payload.shape[-1]), dtype)
     found = (impl for impl in registry.asked(IMPLS, OP, backend) if impl.refuses(rows, w) is None)
     return next((impl.name for impl in found), REFERENCE) != REFERENCE
+
+
+def keeps_plain(groups: int, outputs: int, width: int, *, dtype: Any, backend: Backend) -> bool:
+    """Whether a kernel multiplies weights [outputs, width] of so many groups that are plain values in `dtype`.
+
+    Else `grouped_linear` unpacks them itself, if they are packed.
+    """
+    if backend.kernels != registry.MOSAIC_SM90:
+        return False
+    rows = jnp.zeros((1, groups, width), dtype)
+    return select(GROUPED_OP, GROUPED_IMPLS, backend, rows, jnp.zeros((outputs, width), dtype)).name != REFERENCE
