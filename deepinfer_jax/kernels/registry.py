@@ -52,7 +52,7 @@ def select(op: str, impls: Sequence[Impl], backend: Backend, *args: Any, **kwarg
     """The implementation of an op for these arguments; the last of `impls` is the reference.
 
     Under "auto" the first automatic one that accepts. By name that one, or the reference where it refuses or the op has
-    none of that name: `explain` says which and why, and an engine logs it (`engine/kernels.py`).
+    none of that name: `explain` says which and why, and an engine logs it (`engine/kernel_choice.py`).
     On an Ascend device the reference would run on the host, which happens only for the ops in `backend.host_ops`.
     Raises AscendUnsupportedError where an Ascend device has none that accepts.
     """
