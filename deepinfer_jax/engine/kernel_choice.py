@@ -14,6 +14,7 @@ from deepinfer_jax.kernels.attention import api as attention
 from deepinfer_jax.kernels.attention.keys import KeySources, RowPlaces
 from deepinfer_jax.kernels.catalog import OPS
 from deepinfer_jax.kernels.experts import api as experts
+from deepinfer_jax.kernels.hyper import api as hyper
 from deepinfer_jax.kernels.indexer import api as indexer
 from deepinfer_jax.kernels.indexer.keys import EntryKeys
 from deepinfer_jax.kernels.linear import api as linear
@@ -69,6 +70,8 @@ def step_choices(runtime: RuntimeConfig, *, num_rows: int) -> dict[str, str]:
         _tell_experts(tell, params, runtime, num_rows)
         _tell_attention(tell, state, runtime, num_rows)
         _tell_choice(tell, state, runtime, num_rows)
+        mixes = jnp.zeros((num_rows, runtime.model.hc_mult, runtime.model.hc_mult), jnp.float32)
+        tell(hyper.OP, hyper.IMPLS, "", mixes, iterations=runtime.model.hc_sinkhorn_iters, eps=runtime.model.hc_eps)
 
     state = jax.eval_shape(lambda: init_state(runtime, num_slots=1, num_pages=1))
     jax.eval_shape(look, abstract_params(runtime.model), state)

@@ -14,10 +14,10 @@ from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.params import EngramParams
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
-from deepinfer_jax.model.variants import Layer, layer_weights, pick
+from deepinfer_jax.model.variants import Layer, layer_weights, pick, rows_for
 from deepinfer_jax.ops import engram as engram_math
 from deepinfer_jax.ops.linear import linear
-from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
+from deepinfer_jax.ops.quant import ScaledArray, dequantize
 from deepinfer_jax.parallel import engram_rows
 from deepinfer_jax.text.engram_vocab import EngramConstants, engram_constants
 
@@ -154,7 +154,7 @@ def _mix_in(
     """Projection and gate (spec: engram 4)."""
     model = config.model
     memory = dequantize(found, streams.dtype).reshape(streams.shape[0], -1)
-    memory = fp8_roundtrip(memory) if config.policy.quantizes_activations else memory
+    memory = rows_for(memory, wkv, config=config)
     # Plain weights are multiplied here on every backend: the host computes all of this for an Ascend device.
     is_packed = isinstance(wkv, ScaledArray)
     projected = packed_linear(memory, wkv, backend=config.backend) if is_packed else linear(memory, wkv)

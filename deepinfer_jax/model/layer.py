@@ -1,12 +1,14 @@
 """One layer of the network (spec: backbone 3.3): mHC around attention and around the experts."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.hyper.api import sinkhorn
 from deepinfer_jax.kernels.rms_norm.api import rms_norm
 from deepinfer_jax.model import attention as attending
 from deepinfer_jax.model.batch import Rows
@@ -225,7 +227,13 @@ def _mix(
 ) -> hyper.Mix:
     model = config.model
     mix = hyper.coefficients(
-        streams, params.fn, params.scale, params.base, iterations=model.hc_sinkhorn_iters, eps=model.hc_eps
+        streams,
+        params.fn,
+        params.scale,
+        params.base,
+        iterations=model.hc_sinkhorn_iters,
+        eps=model.hc_eps,
+        normalize=functools.partial(sinkhorn, backend=config.backend),
     )
     return hyper.Mix(
         pre=stages.note(f"{prefix}_pre", mix.pre),

@@ -12,10 +12,18 @@ from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.params import IndexerParams, layer_slice
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import RATIOS, State
-from deepinfer_jax.model.variants import Layer, RopeTables, SelectionKind, layer_weights, pick, selection_kinds
+from deepinfer_jax.model.variants import (
+    Layer,
+    RopeTables,
+    SelectionKind,
+    layer_weights,
+    pick,
+    rows_for,
+    selection_kinds,
+)
 from deepinfer_jax.ops import indexer, paged
 from deepinfer_jax.ops.invariant import round_to
-from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip, quantize_index
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_index
 from deepinfer_jax.pytree import pytree_dataclass
 
 MAX_TOGETHER_BYTES = 2 << 30  # of scores and lists of the rows that a kernel scores at once
@@ -86,7 +94,7 @@ def index_queries(
 ) -> tuple[Float[Array, "T I K"], Float[Array, "T I"]]:
     """Rotated, quantised index queries and the weight of each index head (spec: backbone 5.2)."""
     model = config.model
-    latent = fp8_roundtrip(q_latent) if config.policy.quantizes_activations else q_latent
+    latent = rows_for(q_latent, wq_b, config=config)
     queries = linear(latent, wq_b, backend=config.backend).reshape(-1, model.index_n_heads, model.index_head_dim)
     queries = rotate(queries, tables.cos, tables.sin, backend=config.backend)
     queries = dequantize(index_rows(queries, config=config), x.dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import LayerRole, layer_roles
@@ -17,7 +17,7 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.kernels.linear.api import multiplies_packed
 from deepinfer_jax.model.params import layer_slice
 from deepinfer_jax.ops import rope
-from deepinfer_jax.ops.quant import ScaledArray, dequantize
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
 from deepinfer_jax.pytree import pytree_dataclass
 
 Index = int | Int[Array, ""]
@@ -114,6 +114,15 @@ def layer_weights[T](tree: T, ordinal: Index, *, dtype: Any, config: RuntimeConf
         return dequantize(w, dtype)
 
     return jax.tree.map(unpacked, own, is_leaf=is_packed)
+
+
+def rows_for(x: Float[Array, "T K"], *weights: Any, config: RuntimeConfig) -> Float[Array, "T K"]:
+    """x as its products with these weights read it: through FP8 and back where the numerics quantise activations.
+
+    Kernels for packed weights quantise x themselves, to the same values.
+    """
+    by_kernels = all(isinstance(w, ScaledArray) for w in weights)
+    return fp8_roundtrip(x) if config.policy.quantizes_activations and not by_kernels else x
 
 
 def stays_packed(w: ScaledArray, *, dtype: Any, config: RuntimeConfig) -> bool:

@@ -49,8 +49,8 @@ Weight = ScaledArray | Array | MxWeight | DeviceArray
 def linear(x: Float[Array, "T K"], w: Weight, *, backend: Backend) -> Float[Array, "T N"]:
     """See `ops.linear.linear`; x has been through `fp8_roundtrip` where the numerics quantise activations.
 
-    A kernel that multiplies packed weights quantises x, which is exact then; where the numerics do not quantise
-    activations, w must be plain (`multiplies_packed`).
+    A kernel that multiplies packed weights quantises x itself; where the numerics do not quantise activations, w must
+    be plain (`multiplies_packed`).
     """
     return select(OP, IMPLS, backend, x, w).fn(x, w)
 
@@ -61,7 +61,7 @@ def grouped_linear(x: Float[Array, "T O M"], w: Weight, *, backend: Backend) -> 
 
 
 def multiplies_packed(w: ScaledArray, *, dtype: Any, backend: Backend) -> bool:
-    """Whether `linear` takes this weight as it is stored, for rows in `dtype` on the grid of `quantize_fp8`.
+    """Whether `linear` takes this weight as it is stored, for rows in `dtype` that it may quantise.
 
     Else it is to be unpacked once, in front of any loop over tiles of rows.
     """
