@@ -10,7 +10,7 @@ need at the bandwidth that was measured in the same run (the first line), divide
         [--check] [--profile]
 
 A cell whose weights, caches and temporaries do not fit says so. --check also compares the logits with those of
-kernels=reference, for which few layers are enough: 5 have one of each role. --profile adds the kernels that take most
+kernels=reference, for which few layers are enough: 6 have one of each role. --profile adds the kernels that take most
 time.
 """
 

@@ -22,7 +22,9 @@ def config_of(model, **options) -> RuntimeConfig:
     return RuntimeConfig(model=model, **{"target": "nvidia", "is_invariant": False, **options})
 
 
-@pytest.mark.parametrize("count, kept", [(1, [20]), (3, [2, 20, 24]), (5, [1, 2, 20, 21, 24]), (40, list(range(40)))])
+@pytest.mark.parametrize(
+    "count, kept", [(1, [20]), (3, [2, 20, 24]), (6, [1, 2, 3, 20, 21, 24]), (40, list(range(40)))]
+)
 def test_few_layers_have_one_of_each_role_first(count, kept):
     names = [role.name for role in layer_roles(RELEASED)]
     reduced = rank_model(RELEASED, num_layers=count)
