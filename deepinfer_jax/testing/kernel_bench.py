@@ -15,8 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from deepinfer_jax.kernels.case import REFERENCE, Case
 
@@ -233,25 +232,32 @@ def dependent_rows(prepared: Prepared, name: str, counts: Sequence[int]) -> list
     case, calls, run = prepared.case, prepared.calls(name), prepared.programs[name]
     if case.keep_rows is None:
         raise ValueError(f"case {case.op} {case.name} has no rows to leave out")
-    keep, inputs = _compiled(case.keep_rows), prepared.inputs[0]
+    keep, differ, inputs = _compiled(case.keep_rows), jax.jit(rows_differ), prepared.inputs[0]
 
     def outputs(some: Sequence[int]) -> list[Any]:
         filled = [*some, *[some[-1]] * (calls - len(some))]
-        made = run([keep(inputs, jnp.int32(count)) for count in filled])
-        return [jax.tree.map(np.asarray, each) for each in made[: len(some)]]
+        return run([keep(inputs, jnp.int32(count)) for count in filled])[: len(some)]
 
     (everything,) = outputs([case.num_rows])
-
-    def differs(found: Any, count: int) -> bool:
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(everything), strict=True)
-        return any(a[:count].tobytes() != b[:count].tobytes() for a, b in pairs)
-
     return [
         count
         for some in itertools.batched(counts, calls)
         for count, found in zip(some, outputs(some), strict=True)
-        if differs(found, count)
+        if differ(found, everything, jnp.int32(count))
     ]
+
+
+def rows_differ(found: Any, expected: Any, count: Array) -> Bool[Array, ""]:
+    """Whether any bit of the first `count` rows of two trees of arrays differs; NaNs are compared by their bits."""
+
+    def differ(a: Array, b: Array) -> Array:
+        if a.dtype != jnp.bool_:
+            bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+            a, b = (jax.lax.bitcast_convert_type(x, bits) for x in (a, b))
+        is_row = jnp.arange(a.shape[0], dtype=jnp.int32) < count
+        return jnp.any((a != b) & jnp.expand_dims(is_row, range(1, a.ndim)))
+
+    return jnp.any(jnp.stack(jax.tree.leaves(jax.tree.map(differ, found, expected))))
 
 
 def dependent_counts(prepared: Prepared, name: str, counts: Sequence[int]) -> list[int]:
@@ -262,14 +268,12 @@ def dependent_counts(prepared: Prepared, name: str, counts: Sequence[int]) -> li
     case, inputs = prepared.case, prepared.inputs[0]
     if case.cut_rows is None:
         raise ValueError(f"case {case.op} {case.name} does not say how a call with fewer rows looks")
-    run = _compiled(case.implementations[name])
-    everything = jax.tree.map(np.asarray, run(*inputs))
+    run, everything = _compiled(case.implementations[name]), _first_and_last(prepared, name)[0]
 
     def differs(count: int) -> bool:
         assert case.cut_rows is not None
-        found = jax.tree.map(np.asarray, run(*case.cut_rows(inputs, count)))
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(everything), strict=True)
-        return any(a.tobytes() != b[:count].tobytes() for a, b in pairs)
+        found = run(*case.cut_rows(inputs, count))
+        return bool(rows_differ(found, jax.tree.map(lambda a: a[:count], everything), jnp.int32(count)))
 
     return [count for count in counts if differs(count)]
 

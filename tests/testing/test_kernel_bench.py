@@ -76,6 +76,13 @@ def test_rows_that_depend_on_others_are_found() -> None:
     assert kernel_bench.dependent_rows(prepared, "mean added", [8, 8, 3]) == [3]
 
 
+def test_rows_are_compared_by_their_bits() -> None:
+    values = np.array([[1.0, np.nan], [0.0, 2.0]], np.float32)
+    other = np.array([[1.0, np.nan], [-0.0, 2.0]], np.float32)
+    assert not kernel_bench.rows_differ([jnp.array(values)], [jnp.array(other)], jnp.int32(1))
+    assert kernel_bench.rows_differ([jnp.array(values)], [jnp.array(other)], jnp.int32(2))
+
+
 def test_calls_of_fewer_rows_are_compared() -> None:
     prepared = kernel_bench.prepare(CASE)
     assert kernel_bench.dependent_counts(prepared, "row by row", [1, 5]) == []
