@@ -11,6 +11,7 @@ CASES = [
     ("experts", "decode_128_rows"),
     ("linear", "wq_b_1_rows"),
     ("linear", "wq_b_128_rows"),
+    ("linear", "wo_b_64_rows"),
     ("linear", "wo_b_128_rows"),
     ("linear", "wo_b_512_rows"),
     ("linear", "wo_a_128_rows"),

@@ -58,7 +58,8 @@ class Tiling:
 
     row_tile: int = 128  # rows of x that share one reading of the weights
     sum_registers: int = 64  # see Fp8Product
-    rows_sum_registers: int = 128  # see Fp8RowsProduct
+    rows_sum_registers: int = 128  # see Fp8RowsProduct; with 64 rows half of them
+    has_rows_left: bool = True  # for tiles of 64 and 128 rows with scales
     most_stages: int = 6
 
     def __post_init__(self) -> None:
@@ -215,7 +216,7 @@ def _multiply_bf16(
 
 def _tiled(num_rows: int, tiling: Tiling, *, is_scaled: bool) -> tuple[int, int]:
     """The rows up to whole tiles, and the rows of a tile: with scales and more than 64 rows, 128 (see `_Product`)."""
-    block = 2 * ROWS if is_scaled and num_rows > ROWS else ROW_BLOCK
+    block = 2 * ROWS if is_scaled and tiling.has_rows_left and num_rows > ROWS else ROW_BLOCK
     row_tile = min(tiling.row_tile, -(-num_rows // block) * block)
     return -(-num_rows // row_tile) * row_tile, row_tile
 
@@ -311,8 +312,9 @@ class _Product:
         """What each warpgroup multiplies."""
         if not self.is_scaled:
             return Bf16Product(row_tile=self.row_tile)
-        if self.row_tile in (ROWS, 2 * ROWS):
-            return Fp8RowsProduct(row_tile=self.row_tile, sum_registers=self.tiling.rows_sum_registers)
+        if self.tiling.has_rows_left and self.row_tile in (ROWS, 2 * ROWS):
+            sum_registers = self.tiling.rows_sum_registers * self.row_tile // (2 * ROWS)
+            return Fp8RowsProduct(row_tile=self.row_tile, sum_registers=sum_registers)
         return Fp8Product(row_tile=self.row_tile, sum_registers=self.tiling.sum_registers)
 
     @property
