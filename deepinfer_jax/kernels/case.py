@@ -17,6 +17,8 @@ class Case:
     tolerance: greatest relative error, |out - reference| / |reference| over all elements of all floating outputs;
     integer outputs must be equal.
     num_bytes: of all inputs read once and all outputs written once. flops: multiplications and additions.
+    has_target: docs/kernels.md states what its time should be; benchmarks begin with these.
+    reference_calls: how often one timed program computes the reference at most: 1 where that is long to compile.
     """
 
     op: str
@@ -29,6 +31,8 @@ class Case:
     tolerance: float = 5e-3
     keep_rows: Callable[[tuple[Any, ...], Array], tuple[Any, ...]] | None = None  # the inputs with n live rows only
     num_rows: int = 0  # rows of the outputs, where `keep_rows` is given
+    has_target: bool = False
+    reference_calls: int = 8
     families: tuple[str, ...] = ()  # PTX instructions that a compiled kernel must contain
     # The same work by PyTorch, for comparison: the torch module and a number of copies -> one call for each copy.
     peers: Mapping[str, Callable[[Any, int], list[Callable[[], Any]]]] = dataclasses.field(default_factory=dict)

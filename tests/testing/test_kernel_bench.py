@@ -42,8 +42,7 @@ CASE = Case(
 
 
 def one_record(case: Case, name: str, ceilings: kernel_bench.Ceilings = SLOW) -> dict[str, Any]:
-    (record,) = kernel_bench.measure(case, [name], ceilings, turns=2)
-    return record
+    return kernel_bench.measure(kernel_bench.prepare(case), name, ceilings, turns=15, held_bytes=1 << 10)
 
 
 def test_a_record_says_what_bounds_the_case_and_how_near_it_came() -> None:
@@ -65,9 +64,10 @@ def test_a_time_below_the_floor_is_an_error() -> None:
 
 
 def test_rows_that_depend_on_others_are_found() -> None:
-    counts = list(range(1, 9))
-    assert kernel_bench.dependent_rows(CASE, "row by row", counts) == []
-    assert kernel_bench.dependent_rows(CASE, "mean added", counts) == counts[:-1]
+    counts, prepared = list(range(1, 9)), kernel_bench.prepare(CASE)
+    assert kernel_bench.dependent_rows(prepared, "row by row", counts) == []
+    assert kernel_bench.dependent_rows(prepared, "mean added", counts) == counts[:-1]
+    assert kernel_bench.dependent_rows(prepared, "mean added", [8, 8, 3]) == [3]
 
 
 def test_integers_must_be_equal_and_nan_is_never_right() -> None:
@@ -81,6 +81,26 @@ def test_small_cases_get_more_copies_than_large_ones() -> None:
     large = dataclasses.replace(CASE, num_bytes=1 << 30)
     assert kernel_bench.num_copies(large) == 2
     assert kernel_bench.num_copies(CASE) == kernel_bench.MAX_COPIES
+    some = dataclasses.replace(CASE, num_bytes=50 << 20)
+    assert kernel_bench.num_copies(some) == 2 * kernel_bench.MAX_CALLS
+
+
+def test_programs_take_turns_with_all_inputs() -> None:
+    prepared = kernel_bench.prepare(dataclasses.replace(CASE, reference_calls=1))
+    assert prepared.calls("reference") == 1
+    assert prepared.calls("doubled") == kernel_bench.MAX_CALLS
+    used: list[int] = []
+    timing = kernel_bench.device_us(
+        lambda i: used.append(i) or jnp.ones(1 << 14).sum(), turns=15, more=4, held_bytes=1 << 10
+    )
+    assert timing.median_us > 0
+    assert used[2:] == list(range(1, len(used) - 1))
+
+
+def test_time_is_the_difference_of_a_long_and_a_short_run() -> None:
+    assert kernel_bench.difference_us([400.0, 410.0, 900.0], [480.0, 490.0, 901.0], 8) == 10
+    with pytest.raises(RuntimeError, match="16.0 us shorter"):
+        kernel_bench.difference_us([416.0], [400.0], 8)
 
 
 def test_a_case_needs_a_reference() -> None:

@@ -1,6 +1,7 @@
 """Sizes at which linear layers are tested and timed: the released widths, decode rows."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
 SCALED_SHAPES = {"wq_a_wkv": (5120, 1792), "wq_b": (1280, 32768), "wo_b": (8192, 5120), "shared_w2": (2304, 5120)}
 # name: groups, columns and rows of the weights of one group
 BF16_SHAPES = {"wo_a": (8, 4096, 1024), "router": (1, 5120, 384), "head": (1, 5120, 129280)}
-ROWS = (1, 16, 128, 512)
+ROWS = (128, 16, 1, 512)
+TARGET_ROWS = 128
 # One bfloat16 rounding of sums in another order; an FP8 instruction drops what lies 2^-13 below its largest product.
 TOLERANCE = 3e-3
 
@@ -45,6 +47,22 @@ def keep_rows(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
     return jnp.where(is_kept[:, None], x, 0), w
 
 
+def _torch_products(
+    torch: Any, copies: int, *, num_rows: int, groups: int, width: int, num_outputs: int
+) -> list[Callable[[], Any]]:
+    """The product by PyTorch, of weights in bfloat16: one, or one for each group at once."""
+
+    def call() -> Callable[[], Any]:
+        make = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+        if groups == 1:
+            rows, weights = make(num_rows, width), make(num_outputs, width)
+            return lambda: rows @ weights.T
+        rows, weights = make(num_rows, groups, width), make(groups, num_outputs, width)
+        return lambda: torch.bmm(rows.transpose(0, 1), weights.mT)
+
+    return [call() for _ in range(copies)]
+
+
 def _scaled_case(name: str, num_rows: int) -> Case:
     width, num_outputs = SCALED_SHAPES[name]
     return Case(
@@ -58,7 +76,13 @@ def _scaled_case(name: str, num_rows: int) -> Case:
         tolerance=TOLERANCE,
         keep_rows=keep_rows,
         num_rows=num_rows,
+        has_target=num_rows == TARGET_ROWS,
         families=("wgmma.mma_async.sync.aligned", "k32.f32.e4m3.e4m3", "cp.async.bulk.tensor"),
+        peers={
+            "torch_matmul_bf16": functools.partial(
+                _torch_products, num_rows=num_rows, groups=1, width=width, num_outputs=num_outputs
+            )
+        },
     )
 
 
@@ -78,19 +102,20 @@ def keep_bf16_rows(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
 
 def _bf16_case(name: str, num_rows: int) -> Case:
     groups, width, num_outputs = BF16_SHAPES[name]
+    size = {"num_rows": num_rows, "groups": groups, "width": width, "num_outputs": num_outputs}
     return Case(
         op="linear",
         name=f"{name}_{num_rows}_rows",
-        make=functools.partial(
-            make_bf16_inputs, num_rows=num_rows, groups=groups, width=width, num_outputs=num_outputs
-        ),
+        make=functools.partial(make_bf16_inputs, **size),
         implementations={REFERENCE: grouped_linear, "mosaic_sm90": mosaic_sm90.grouped_linear},
         num_bytes=2 * groups * (num_outputs * width + num_rows * (num_outputs + width)),
         flops=2 * num_rows * groups * num_outputs * width,
         tolerance=TOLERANCE,
         keep_rows=keep_bf16_rows,
         num_rows=num_rows,
+        has_target=num_rows == TARGET_ROWS,
         families=("wgmma.mma_async.sync.aligned", "k16.f32.bf16.bf16", "cp.async.bulk.tensor"),
+        peers={"torch_bmm_bf16" if groups > 1 else "torch_matmul_bf16": functools.partial(_torch_products, **size)},
     )
 
 
