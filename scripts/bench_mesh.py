@@ -37,7 +37,7 @@ from deepinfer_jax.model.state import init_state
 from deepinfer_jax.parallel.exchange import peers_along, send, send_back
 from deepinfer_jax.parallel.mesh import CP, DP, make_mesh
 from deepinfer_jax.testing.facts import run_facts
-from deepinfer_jax.testing.real_shape import FEWEST_LAYERS, random_params, short_model
+from deepinfer_jax.testing.rank_model import rank_model, rank_params
 
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 LINK_BYTES = 256 << 20  # of each device, for the measurement of the links
@@ -64,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=shipped_config("model/deepseek-v4.1-flash.json"), help="a config.json")
     parser.add_argument("--mesh", nargs="+", metavar="DPxCP", help="default: 1x1, and all devices along either axis")
-    parser.add_argument("--layers", type=int, default=FEWEST_LAYERS)
+    parser.add_argument("--layers", type=int, default=6, help="of every role if possible")
     parser.add_argument("--experts", type=int, default=48, help="of a layer, on each device of a decode step")
     parser.add_argument("--rows", type=int, default=128, help="rows of a decode step, for each dp rank")
     parser.add_argument("--chunk", type=int, default=2048, help="rows of a prefill step")
@@ -124,10 +124,10 @@ def measure_step(kind: str, released: ModelConfig, mesh: Mesh, sizes: Sizes) -> 
     """One line: the time of a step, of its exchanges alone, and what it ran."""
     dp, cp = mesh.shape[DP], mesh.shape[CP]
     num_experts = sizes.experts_each * (dp if kind == "decode" else 1)
-    model = short_model(released, num_layers=sizes.num_layers, num_experts=num_experts)
+    model = dataclasses.replace(rank_model(released, num_layers=sizes.num_layers), n_routed_experts=num_experts)
     target = "cpu" if jax.default_backend() == "cpu" else "nvidia"
     config = config_on_mesh(RuntimeConfig(model=model, is_invariant=False, target=target, kernels=sizes.kernels), mesh)
-    params = random_params(model, mesh=mesh)
+    params = rank_params(model, num_experts=num_experts, mesh=mesh)
     rows = sizes.decode_rows if kind == "decode" else sizes.prefill_rows
     batch = batch_of(kind, rows, sizes.context, model, config, mesh)
     slots, pages = (batch.page_table.shape[1], batch.page_table.shape[1] * batch.page_table.shape[2])
