@@ -64,6 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=shipped_config("model/deepseek-v4.1-flash.json"), help="a config.json")
     parser.add_argument("--mesh", nargs="+", metavar="DPxCP", help="default: 1x1, and all devices along either axis")
+    parser.add_argument("--kinds", nargs="+", choices=("decode", "prefill"), default=["decode", "prefill"])
     parser.add_argument("--layers", type=int, default=6, help="of every role if possible")
     parser.add_argument("--experts", type=int, default=48, help="of a layer, on each device of a decode step")
     parser.add_argument("--rows", type=int, default=128, help="rows of a decode step, for each dp rank")
@@ -90,7 +91,7 @@ def main() -> int:
         if dp * cp > count:
             parser.error(f"a mesh of {dp}x{cp} needs {dp * cp} devices; {count} are here")
         mesh = make_mesh(dp, cp, devices=jax.devices()[: dp * cp])
-        for kind in ("decode", "prefill"):
+        for kind in args.kinds:
             # A mesh is compared with 1x1: along dp by decode steps, along cp by prefill.
             if (kind == "decode" and cp == 1) or (kind == "prefill" and dp == 1):
                 write({**measure_step(kind, model, mesh, sizes), **facts})
