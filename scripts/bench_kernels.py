@@ -2,7 +2,8 @@
 """Checks and times the kernels of each op on the GPU at hand: one JSON line for each implementation and case.
 
 Cases are those of `deepinfer_jax/kernels/<op>/cases.py`. Every implementation is compared with the reference before it
-is timed, and with --rows each kernel is run with 1 to 256 live rows, whose bits must not change. PyTorch's own
+is timed, and with --rows each kernel is run with 1 to 256 live rows, and in calls of fewer rows where the case says
+how these look; bits of rows must not change. PyTorch's own
 products are timed in the same run where it is installed. The first line holds the ceilings that were measured. Cases
 that have an aim in docs/kernels.md come first. One that fails, or that takes longer than --limit-s, gives a line that
 says so, and the others go on.
@@ -34,6 +35,7 @@ from deepinfer_jax.testing.facts import run_facts
 
 OPS = sorted(path.parent.name for path in Path(kernels.__path__[0]).glob("*/cases.py"))
 MAX_ROWS = 256
+FEWER_ROWS = (1, 8, 16, 33, 64, 96, 128, 200)
 
 
 def main() -> int:
@@ -85,6 +87,11 @@ def run_case(case: Case, ceilings: kernel_bench.Ceilings, args: argparse.Namespa
                 changed = kernel_bench.dependent_rows(prepared, name, counts)
                 rows = {"rows": [counts[0], counts[-1]], "rows_that_change_bits": changed}
                 write({**head, "impl": name, **rows, **facts})
+                outcome.append(not changed)
+            if args.rows and case.cut_rows is not None and name != REFERENCE:
+                counts = [count for count in FEWER_ROWS if count < case.num_rows]
+                changed = kernel_bench.dependent_counts(prepared, name, counts)
+                write({**head, "impl": name, "calls_of_rows": counts, "calls_that_change_bits": changed, **facts})
                 outcome.append(not changed)
         is_good += outcome
     del prepared

@@ -254,6 +254,26 @@ def dependent_rows(prepared: Prepared, name: str, counts: Sequence[int]) -> list
     ]
 
 
+def dependent_counts(prepared: Prepared, name: str, counts: Sequence[int]) -> list[int]:
+    """Of the row counts, those at which a call of so many rows gives other bits than the call of all rows gives them.
+
+    A program is compiled for each count. Raises ValueError for a case that has no `cut_rows`.
+    """
+    case, inputs = prepared.case, prepared.inputs[0]
+    if case.cut_rows is None:
+        raise ValueError(f"case {case.op} {case.name} does not say how a call with fewer rows looks")
+    run = _compiled(case.implementations[name])
+    everything = jax.tree.map(np.asarray, run(*inputs))
+
+    def differs(count: int) -> bool:
+        assert case.cut_rows is not None
+        found = jax.tree.map(np.asarray, run(*case.cut_rows(inputs, count)))
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(everything), strict=True)
+        return any(a.tobytes() != b[:count].tobytes() for a, b in pairs)
+
+    return [count for count in counts if differs(count)]
+
+
 def relative_error(found: Any, expected: Any) -> float:
     """|found - expected| / |expected| over all floating outputs; infinite where integers differ or a value is NaN."""
     total, size = 0.0, 0.0

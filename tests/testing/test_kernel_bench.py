@@ -24,6 +24,11 @@ def keep_first(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
     return jnp.where(jnp.arange(8)[:, None] < count, rows, 0.0), weights
 
 
+def cut(inputs: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    rows, weights = inputs
+    return rows[:count], weights
+
+
 CASE = Case(
     op="product",
     name="8 rows",
@@ -37,6 +42,7 @@ CASE = Case(
     num_bytes=4 * (8 * 16 + 16 * 4 + 8 * 4),
     flops=2 * 8 * 16 * 4,
     keep_rows=keep_first,
+    cut_rows=cut,
     num_rows=8,
 )
 
@@ -68,6 +74,14 @@ def test_rows_that_depend_on_others_are_found() -> None:
     assert kernel_bench.dependent_rows(prepared, "row by row", counts) == []
     assert kernel_bench.dependent_rows(prepared, "mean added", counts) == counts[:-1]
     assert kernel_bench.dependent_rows(prepared, "mean added", [8, 8, 3]) == [3]
+
+
+def test_calls_of_fewer_rows_are_compared() -> None:
+    prepared = kernel_bench.prepare(CASE)
+    assert kernel_bench.dependent_counts(prepared, "row by row", [1, 5]) == []
+    assert kernel_bench.dependent_counts(prepared, "mean added", [1, 5]) == [1, 5]
+    with pytest.raises(ValueError, match="fewer rows"):
+        kernel_bench.dependent_counts(kernel_bench.prepare(dataclasses.replace(CASE, cut_rows=None)), "doubled", [1])
 
 
 def test_integers_must_be_equal_and_nan_is_never_right() -> None:
