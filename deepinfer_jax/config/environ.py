@@ -18,11 +18,12 @@ from deepinfer_jax.config.runtime import NumericsName
 
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of Linux, of Linux under Windows
 # Features that work. Adding a name here unlocks its variables and arguments; nothing else does.
-# Names in use beside these: kernels, processes, transport.
+# Names in use beside these: processes, transport.
 LANDED: frozenset[str] = frozenset(
     {
         "model",
         "replay",
+        "kernels",
         "engine",
         "sampling",
         "speculation",

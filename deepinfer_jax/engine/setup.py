@@ -22,9 +22,11 @@ from deepinfer_jax.engine import ascend
 from deepinfer_jax.engine.balancing import BalancePlan
 from deepinfer_jax.engine.drafting import Speculation
 from deepinfer_jax.engine.expert_loads import LoadWatch
+from deepinfer_jax.engine.kernel_choice import check_kernels, log_choices
 from deepinfer_jax.kernels.ascend import Bridge
 from deepinfer_jax.kernels.ascend_coverage import host_ops
 from deepinfer_jax.kernels.registry import ASCEND
+from deepinfer_jax.model.kernel_weights import for_kernels
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.parallel.mesh import make_mesh
 from deepinfer_jax.sampling.logits import SampleSettings
@@ -57,6 +59,8 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     device, target = choose_device(config.device)
     mesh = make_engine_mesh(config, device)
     _check_processes(config)
+    if target != ASCEND:
+        check_kernels(config, device, target=target)
     keep_compiled_programs(config.jit_cache_dir)
     location = locate_configured(config)
     bridge = open_ascend(config, load_config(location)) if target == ASCEND else None
@@ -69,7 +73,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
             load_format=load_format,
             seed=config.seed or 0,
             with_draft=config.num_draft_tokens > 0,
-            with_vision=jax.process_count() == 1 and bridge is None,
+            with_vision=bridge is None,
             spare_experts=config.num_extra_experts if mesh is not None else 0,
             engram_on_host=on_host,
         )
@@ -79,6 +83,10 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     runtime = make_runtime(config, model, target=target, max_drafts=speculation.max_drafts)
     if bridge is not None:
         params = ascend.place_params(params, runtime, bridge, mode=config.ascend_mode)
+    else:
+        decode_rows = config.max_num_seqs * (1 + speculation.max_drafts)
+        log_choices(runtime, decode_rows=decode_rows, prefill_rows=config.max_num_batched_tokens)
+        params = for_kernels(params, config=runtime) if mesh is None else params
     return LoadedModel(
         params=params,
         runtime=dataclasses.replace(runtime, engram_on_host=on_host),

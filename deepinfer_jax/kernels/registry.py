@@ -7,7 +7,8 @@ from typing import Any
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels.ascend import AscendUnsupportedError
 
-AUTO, REFERENCE, ASCEND = "auto", "reference", "ascend"
+AUTO, REFERENCE, ASCEND, NVIDIA = "auto", "reference", "ascend", "nvidia"
+MOSAIC_SM90 = "mosaic_sm90"  # kernels for Hopper
 
 
 def accepts(*_: Any, **__: Any) -> None:
@@ -20,38 +21,66 @@ class Impl:
 
     refuses: takes the op's own arguments and gives the reason why this implementation cannot run them, None if it can.
     It looks at types, shapes and dtypes only, so that a choice is made when a step is traced.
+    is_automatic: whether "auto" takes it; else it must be asked for by its name.
     """
 
     name: str
     fn: Callable[..., Any]
     targets: tuple[str, ...] = ()  # what it runs on; none listed: everything that JAX compiles for
     refuses: Callable[..., str | None] = accepts
+    is_automatic: bool = True
+    compute_capability: str = ""  # of the NVIDIA GPUs that it is for; empty: it says nothing about that
 
     def serves(self, target: str) -> bool:
         """Whether it runs on a target."""
         return target in self.targets or (not self.targets and target != ASCEND)
 
 
+def mosaic_sm90(fn: Callable[..., Any], refuses: Callable[..., str | None]) -> Impl:
+    """A kernel for Hopper, which is taken where it is asked for."""
+    return Impl(
+        name=MOSAIC_SM90,
+        fn=fn,
+        targets=(NVIDIA,),
+        refuses=refuses,
+        is_automatic=False,
+        compute_capability="9.0",
+    )
+
+
 def select(op: str, impls: Sequence[Impl], backend: Backend, *args: Any, **kwargs: Any) -> Impl:
     """The implementation of an op for these arguments; the last of `impls` is the reference.
 
-    Under "auto" the first that accepts. A named one must accept; an op that has none of that name takes the reference.
+    Under "auto" the first automatic one that accepts. By name that one, or the reference where it refuses or the op has
+    none of that name: `explain` says which and why, and an engine logs it (`engine/kernel_choice.py`).
     On an Ascend device the reference would run on the host, which happens only for the ops in `backend.host_ops`.
-    Raises NotImplementedError where the named one refuses, AscendUnsupportedError where an Ascend device has none.
+    Raises AscendUnsupportedError where an Ascend device has none that accepts.
     """
+    return _choose(op, impls, backend, args, kwargs)[0]
+
+
+def explain(op: str, impls: Sequence[Impl], backend: Backend, *args: Any, **kwargs: Any) -> str:
+    """The name of what `select` takes, followed by why it is not one that was asked before it."""
+    impl, reasons = _choose(op, impls, backend, args, kwargs)
+    if not reasons and impl.name == REFERENCE and backend.kernels not in (AUTO, REFERENCE):
+        reasons = [f"there is no {backend.kernels} of this op"]
+    return f"{impl.name} ({'; '.join(reasons)})" if reasons else impl.name
+
+
+def _choose(op: str, impls: Sequence[Impl], backend: Backend, args: Any, kwargs: Any) -> tuple[Impl, list[str]]:
     reasons = []
     for impl in asked(impls, op, backend):
         reason = impl.refuses(*args, **kwargs)
         if reason is None:
-            return impl
+            return impl, reasons
         reasons.append(f"{impl.name} refuses: {reason}")
     told = "; ".join(reasons) or f"none of {', '.join(impl.name for impl in impls)} runs there"
-    if backend.target == ASCEND:
-        raise AscendUnsupportedError(
-            f"{op} on {ASCEND}: {told}; change that, or add {op} to host_ops (DEEPINFER_JAX_ASCEND_HOST_OPS), so that "
-            "the host computes it"
-        )
-    raise NotImplementedError(f"{op} on {backend.target}: {told}; set kernels to {AUTO} or {REFERENCE}")
+    if backend.target != ASCEND:
+        raise NotImplementedError(f"{op} on {backend.target}: {told}; set kernels to {AUTO} or {REFERENCE}")
+    raise AscendUnsupportedError(
+        f"{op} on {ASCEND}: {told}; change that, or add {op} to host_ops (DEEPINFER_JAX_ASCEND_HOST_OPS), so that "
+        "the host computes it"
+    )
 
 
 def check_choice(ops: Mapping[str, Sequence[Impl]], backend: Backend) -> None:
@@ -71,9 +100,8 @@ def asked(impls: Sequence[Impl], op: str, backend: Backend) -> tuple[Impl, ...]:
         return (reference,)
     here = tuple(impl for impl in impls if impl.serves(backend.target))
     if backend.kernels == AUTO:
-        return here
-    named = tuple(impl for impl in here if impl.name == backend.kernels)
-    return named or tuple(impl for impl in here if impl is reference)
+        return tuple(impl for impl in here if impl.is_automatic)
+    return tuple(impl for impl in here if impl.name == backend.kernels or impl is reference)
 
 
 def names(ops: Mapping[str, Sequence[Impl]], backend: Backend) -> dict[str, tuple[str, ...]]:

@@ -13,8 +13,8 @@ from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.params import AttentionParams
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import RATIOS, State
-from deepinfer_jax.model.variants import RATIO_OF_KIND, Layer, RopeTables, pick
-from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip, quantize_fp8
+from deepinfer_jax.model.variants import RATIO_OF_KIND, Layer, RopeTables, pick, rows_for
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
 from deepinfer_jax.pytree import pytree_dataclass
 
 
@@ -38,10 +38,10 @@ def project(
 ) -> Projected:
     """Queries and window KV of normed inputs x (spec: backbone 4.2)."""
     model, backend = config.model, config.backend
-    x_in = fp8_roundtrip(x) if config.policy.quantizes_activations else x
+    x_in = rows_for(x, own.wq_a, own.wkv, config=config)
     q_latent = rms_norm(linear(x_in, own.wq_a, backend=backend), own.q_norm, eps=model.rms_norm_eps, backend=backend)
     q_latent = stages.note(f"{prefix}.q_latent", q_latent)
-    q_in = fp8_roundtrip(q_latent) if config.policy.quantizes_activations else q_latent
+    q_in = rows_for(q_latent, own.wq_b, config=config)
     q = linear(q_in, own.wq_b, backend=backend).reshape(-1, model.num_attention_heads, model.head_dim)
     new_kv = window_latents(x_in, own.wkv, own.kv_norm, tables, config=config)
     stages.show(f"{prefix}.window_kv", dequantize(new_kv, x.dtype))
@@ -130,5 +130,4 @@ def project_out(
     groups = out.reshape(out.shape[0], config.model.o_groups, -1)
     low = grouped_linear(groups, own.wo_a, backend=config.backend)
     low = low.reshape(out.shape[0], -1)
-    low = fp8_roundtrip(low) if config.policy.quantizes_activations else low
-    return linear(low, own.wo_b, backend=config.backend)
+    return linear(rows_for(low, own.wo_b, config=config), own.wo_b, backend=config.backend)

@@ -229,7 +229,7 @@ def _run_stage(
 ) -> tuple[Float[Array, "T C D"], Float32[Array, "T C"]]:
     """One stage on the rows of all blocks: streams and pre-mix for the next one."""
     layer, prefix = _layer(stage), f"mtp.{stage}"
-    own = layer_weights(draft.attention, stage, dtype=streams.dtype)
+    own = layer_weights(draft.attention, stage, dtype=streams.dtype, config=config)
     entered = enter(draft, own, streams, pre, rows, layer, prefix=prefix, config=config, stages=stages)
     new = entered.projected
     out = attend_to_block(new.q, new.new_kv, state, own.attn_sink, rows, block, stage, config=config)

@@ -9,14 +9,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.linear.api import linear as packed_linear
 from deepinfer_jax.model.batch import Rows
-from deepinfer_jax.model.params import EngramParams, layer_slice
+from deepinfer_jax.model.params import EngramParams
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import State
-from deepinfer_jax.model.variants import Layer, pick
+from deepinfer_jax.model.variants import Layer, layer_weights, pick, rows_for
 from deepinfer_jax.ops import engram as engram_math
 from deepinfer_jax.ops.linear import linear
-from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
+from deepinfer_jax.ops.quant import ScaledArray, dequantize
 from deepinfer_jax.parallel import engram_rows
 from deepinfer_jax.text.engram_vocab import EngramConstants, engram_constants
 
@@ -107,7 +108,7 @@ def engram(
     """The streams with the looked-up memory mixed in, at layers that have a table; those of image rows unchanged."""
 
     def with_table(ordinal: int) -> Float[Array, "T C D"]:
-        wkv = dequantize(layer_slice(params.wkv, ordinal), streams.dtype)
+        wkv = layer_weights(params.wkv, ordinal, dtype=streams.dtype, config=config)
 
         def on_tile(stages: Stages, streams: Array, memory: ScaledArray, is_text: Array) -> Array:
             prefix = f"layers.{layer.layer}"
@@ -142,7 +143,7 @@ def table_rows(
 
 def _mix_in(
     params: EngramParams,
-    wkv: Float[Array, "U M"],
+    wkv: ScaledArray | Array,
     streams: Float[Array, "T C D"],
     found: ScaledArray,
     is_text: Bool[Array, " T"],
@@ -153,8 +154,10 @@ def _mix_in(
     """Projection and gate (spec: engram 4)."""
     model = config.model
     memory = dequantize(found, streams.dtype).reshape(streams.shape[0], -1)
-    memory = fp8_roundtrip(memory) if config.policy.quantizes_activations else memory
-    projected = linear(memory, wkv)
+    memory = rows_for(memory, wkv, config=config)
+    # Plain weights are multiplied here on every backend: the host computes all of this for an Ascend device.
+    is_packed = isinstance(wkv, ScaledArray)
+    projected = packed_linear(memory, wkv, backend=config.backend) if is_packed else linear(memory, wkv)
     keys = projected[:, : model.hc_mult * model.hidden_size].reshape(streams.shape)
     value = projected[:, model.hc_mult * model.hidden_size :]
     return engram_math.gate(streams, keys, value, params.q_weight[ordinal], params.k_weight[ordinal], is_text)

@@ -1,12 +1,14 @@
 """One layer of the network (spec: backbone 3.3): mHC around attention and around the experts."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.hyper.api import sinkhorn
 from deepinfer_jax.kernels.rms_norm.api import rms_norm
 from deepinfer_jax.model import attention as attending
 from deepinfer_jax.model.batch import Rows
@@ -88,7 +90,7 @@ def apply_layer(
     features = carry.features
     if features is not None:
         features = features.at[:, layer.target_ordinal].set(_stream_mean(streams), mode="drop")
-    attention_params = layer_weights(params.attention, layer.layer, dtype=streams.dtype)
+    attention_params = layer_weights(params.attention, layer.layer, dtype=streams.dtype, config=config)
     prefix = f"layers.{layer.layer}"
     entered = enter(
         params, attention_params, streams, carry.pre, rows, layer, prefix=prefix, config=config, stages=stages
@@ -174,7 +176,7 @@ def finish(
     """
     index = layer.layer
     mixer, norm = layer_slice(params.hc_ffn, index), params.ffn_norm[index]
-    shared = layer_weights(params.moe.shared, index, dtype=attended.dtype)
+    shared = layer_weights(params.moe.shared, index, dtype=attended.dtype, config=config)
     gate, bias = layer_slice(params.moe.gate, index), params.moe.bias[index][None, :]
 
     def before_experts(
@@ -225,7 +227,13 @@ def _mix(
 ) -> hyper.Mix:
     model = config.model
     mix = hyper.coefficients(
-        streams, params.fn, params.scale, params.base, iterations=model.hc_sinkhorn_iters, eps=model.hc_eps
+        streams,
+        params.fn,
+        params.scale,
+        params.base,
+        iterations=model.hc_sinkhorn_iters,
+        eps=model.hc_eps,
+        normalize=functools.partial(sinkhorn, backend=config.backend),
     )
     return hyper.Mix(
         pre=stages.note(f"{prefix}_pre", mix.pre),

@@ -12,11 +12,21 @@ from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.params import IndexerParams, layer_slice
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.state import RATIOS, State
-from deepinfer_jax.model.variants import Layer, RopeTables, SelectionKind, layer_weights, pick, selection_kinds
+from deepinfer_jax.model.variants import (
+    Layer,
+    RopeTables,
+    SelectionKind,
+    layer_weights,
+    pick,
+    rows_for,
+    selection_kinds,
+)
 from deepinfer_jax.ops import indexer, paged
 from deepinfer_jax.ops.invariant import round_to
-from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip, quantize_index
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_index
 from deepinfer_jax.pytree import pytree_dataclass
+
+MAX_TOGETHER_BYTES = 2 << 30  # of scores and lists of the rows that a kernel scores at once
 
 
 @pytree_dataclass
@@ -84,7 +94,7 @@ def index_queries(
 ) -> tuple[Float[Array, "T I K"], Float[Array, "T I"]]:
     """Rotated, quantised index queries and the weight of each index head (spec: backbone 5.2)."""
     model = config.model
-    latent = fp8_roundtrip(q_latent) if config.policy.quantizes_activations else q_latent
+    latent = rows_for(q_latent, wq_b, config=config)
     queries = linear(latent, wq_b, backend=config.backend).reshape(-1, model.index_n_heads, model.index_head_dim)
     queries = rotate(queries, tables.cos, tables.sin, backend=config.backend)
     queries = dequantize(index_rows(queries, config=config), x.dtype)
@@ -116,7 +126,7 @@ def _select_variant(
     wants_scores = stages.wants(f"{prefix}.index_score")
     width = context_width(rows, ratio=kind.ratio, config=config)
     count, room = min(model.index_topk, width), previous.entries.shape[1]
-    wq_b = layer_weights(params.wq_b, layer.index_ordinal, dtype=x.dtype)
+    wq_b = layer_weights(params.wq_b, layer.index_ordinal, dtype=x.dtype, config=config)
     weights_proj = layer_slice(params.weights_proj, layer.index_ordinal)
 
     def on_tile(
@@ -130,11 +140,7 @@ def _select_variant(
             page_entries=config.page_tokens // kind.ratio,
         )
         visible = paged.num_visible(positions, ratio=kind.ratio)
-        if kind.uses_candidates:
-            listed = indexer.block_entries(blocks, block_size=model.candidate_block_size)
-        else:
-            everything = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (slots.shape[0], width))
-            listed = indexer.pad_entries(everything)
+        listed = indexer.block_entries(blocks, block_size=model.candidate_block_size) if kind.uses_candidates else None
         best = index_choice.best_entries(
             queries,
             weights,
@@ -149,7 +155,8 @@ def _select_variant(
         scores = best.scores
         stages.show(f"{prefix}.topk_margin", best.gap)
         if wants_scores and scores is not None:
-            stages.show(f"{prefix}.index_score", indexer.spread(scores, listed, width=width))
+            own = scores[:, :width] if listed is None else indexer.spread(scores, listed, width=width)
+            stages.show(f"{prefix}.index_score", own)
         if kind.is_candidate_source and scores is not None:
             blocks, gap = indexer.candidate_blocks(
                 scores[:, :width],
@@ -170,12 +177,39 @@ def _select_variant(
         previous.blocks,
         num_live=rows.num_live,
         config=config,
-        tile=config.row_tile,
+        tile=_rows_at_once(x, previous.blocks, cache, width, kind, config=config),
     )
     entries = stages.note(f"{prefix}.topk_idxs", entries)
     if kind.is_candidate_source:
         blocks = _note_candidates(blocks, width, f"{prefix}.candidate_mask", config=config, stages=stages)
     return Selection(entries=entries, blocks=blocks)
+
+
+def _rows_at_once(
+    x: Float[Array, "T D"],
+    blocks: Int[Array, "T M"],
+    cache: ScaledArray,
+    width: int,
+    kind: SelectionKind,
+    *,
+    config: RuntimeConfig,
+) -> int | None:
+    """Rows that are scored together, None for all: what bounds the memory of lists, gathered keys and scores."""
+    model, num_rows = config.model, x.shape[0]
+    num_listed = blocks.shape[1] * model.candidate_block_size if kind.uses_candidates else None
+    in_kernel = index_choice.in_kernel(
+        jnp.zeros((num_rows, model.index_n_heads, model.index_head_dim), x.dtype),
+        cache,
+        page_entries=config.page_tokens // kind.ratio,
+        num_listed=num_listed,
+        backend=config.backend,
+    )
+    if config.is_invariant or not in_kernel:
+        return config.row_tile
+    # Of each entry two forms of its score; of a listed one its number and the copy of its key too.
+    row_bytes = 8 * width if num_listed is None else 84 * num_listed
+    most = max(config.row_tile, MAX_TOGETHER_BYTES // row_bytes // config.row_tile * config.row_tile)
+    return None if num_rows <= most else most
 
 
 def _note_candidates(

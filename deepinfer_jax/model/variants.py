@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import LayerRole, layer_roles
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.linear.api import multiplies_packed
 from deepinfer_jax.model.params import layer_slice
 from deepinfer_jax.ops import rope
-from deepinfer_jax.ops.quant import ScaledArray, dequantize
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
 from deepinfer_jax.pytree import pytree_dataclass
 
 Index = int | Int[Array, ""]
@@ -98,11 +100,34 @@ def pick(kind: Index, branches: Sequence[Callable[..., Any]], *operands: Any) ->
     return lax.switch(kind, branches, *operands)
 
 
-def layer_weights[T](tree: T, ordinal: Index, *, dtype: Any) -> T:
-    """One layer of stacked parameters with its packed matrices as values in `dtype`."""
+def layer_weights[T](tree: T, ordinal: Index, *, dtype: Any, config: RuntimeConfig | None = None) -> T:
+    """One layer of stacked parameters with its packed matrices as values in `dtype`.
+
+    config: of the step whose kernels multiply some of them as they are stored, which stay packed; None: unpacks all.
+    """
     own = layer_slice(tree, ordinal)
     is_packed = lambda node: isinstance(node, ScaledArray)  # noqa: E731
-    return jax.tree.map(lambda w: dequantize(w, dtype) if is_packed(w) else w, own, is_leaf=is_packed)
+
+    def unpacked(w: Any) -> Any:
+        if not is_packed(w) or (config is not None and stays_packed(w, dtype=dtype, config=config)):
+            return w
+        return dequantize(w, dtype)
+
+    return jax.tree.map(unpacked, own, is_leaf=is_packed)
+
+
+def rows_for(x: Float[Array, "T K"], *weights: Any, config: RuntimeConfig) -> Float[Array, "T K"]:
+    """x as its products with these weights read it: through FP8 and back where the numerics quantise activations.
+
+    Kernels for packed weights quantise x themselves, to the same values.
+    """
+    by_kernels = all(isinstance(w, ScaledArray) for w in weights)
+    return fp8_roundtrip(x) if config.policy.quantizes_activations and not by_kernels else x
+
+
+def stays_packed(w: ScaledArray, *, dtype: Any, config: RuntimeConfig) -> bool:
+    """Whether a step multiplies this weight of one layer as it is stored: its kernels quantise the rows for that."""
+    return config.policy.quantizes_activations and multiplies_packed(w, dtype=dtype, backend=config.backend)
 
 
 @pytree_dataclass

@@ -183,7 +183,6 @@ def test_drafts_are_on_by_default_and_have_room():
         ("engine_group_rank", 1, "processes"),
         ("engine_type", EngineType.PROMPT, "transport"),
         ("engine_type", EngineType.COMPLETION, "transport"),
-        ("kernels", "mosaic_sm90", "kernels"),
     ],
 )
 def test_argument_that_turns_a_missing_feature_on_is_refused(field, value, feature):

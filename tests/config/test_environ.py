@@ -211,7 +211,7 @@ def test_markdown_table_has_a_row_for_each_variable_with_default_and_status():
         "DEEPINFER_NCCL_NUM_SMS": "| int | `32` | SMs for NCCL | accepted, no effect |",
         "DEEPINFER_FUSED_SAMPLE_DETAIL_LOG": "| str | unset | a DeepInfer test | refused |",
         "DEEPINFER_USE_NEXTN_DECODE": "| maximum draft length, 0 is off | works |",
-        "DEEPINFER_JAX_KERNELS": "| lands with kernels (now: auto, reference) |",
+        "DEEPINFER_JAX_KERNELS": "| works |",
         "DEEPINFER_SAMPLER_FORCE_TOPK": "| sample among the k best only | works |",
         "DEEPINFER_GLOO_TIMEOUT": "| lands with processes |",
     }
@@ -236,7 +236,6 @@ def test_value_that_turns_nothing_on_is_accepted(variable, off):
     "text",
     [
         "DEEPINFER_GLOO_TIMEOUT=9 needs processes; 14400",
-        "DEEPINFER_JAX_KERNELS=mosaic_sm90 needs kernels; auto, reference",
     ],
 )
 def test_variable_that_turns_a_missing_feature_on_is_refused_with_what_is_allowed(text, land):

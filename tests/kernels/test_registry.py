@@ -5,7 +5,7 @@ import pytest
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels.ascend import AscendUnsupportedError
 from deepinfer_jax.kernels.catalog import OPS
-from deepinfer_jax.kernels.registry import REFERENCE, Impl, check_choice, names, select
+from deepinfer_jax.kernels.registry import REFERENCE, Impl, check_choice, explain, mosaic_sm90, names, select
 
 
 def refuse_odd(x: int) -> str | None:
@@ -53,9 +53,34 @@ def test_an_op_without_the_named_one_takes_the_reference():
     assert run(2, OTHER, target="nvidia", kernels="fast") == "plain 2"
 
 
-def test_a_named_one_that_refuses_is_an_error():
-    with pytest.raises(NotImplementedError, match="^op on nvidia: fast refuses: x=1 is odd; set kernels to auto"):
-        run(1, target="nvidia", kernels="fast")
+def test_a_named_one_that_refuses_gives_way_to_the_reference_and_says_why():
+    backend = Backend(target="nvidia", kernels="fast")
+    assert select("op", IMPLS, backend, 1).name == REFERENCE
+    assert explain("op", IMPLS, backend, 1) == "reference (fast refuses: x=1 is odd)"
+    assert explain("op", IMPLS, backend, 2) == "fast"
+    assert explain("op", OTHER, backend, 2) == "reference (there is no fast of this op)"
+    assert explain("op", OTHER, Backend(target="nvidia"), 2) == "reference"
+
+
+def test_a_named_one_that_refuses_is_an_error_on_an_ascend_device():
+    with pytest.raises(AscendUnsupportedError, match="^op on ascend: fast refuses: x=1 is odd; change that"):
+        run(1, target="ascend", kernels="fast")
+
+
+def test_an_implementation_that_is_not_automatic_is_taken_by_name_only():
+    impls = (mosaic_sm90(fast, refuse_odd), IMPLS[1])
+    assert run(2, impls, target="nvidia") == "plain 2"
+    assert run(2, impls, target="nvidia", kernels="mosaic_sm90") == "fast 2"
+    assert run(1, impls, target="nvidia", kernels="mosaic_sm90") == "plain 1"
+    assert run(2, impls, kernels="mosaic_sm90") == "plain 2"
+    assert names({"op": impls}, Backend(target="nvidia")) == {"op": (REFERENCE,)}
+
+
+def test_kernels_for_hopper_exist_for_the_ops_of_a_layer_and_are_not_automatic():
+    asked = names(OPS, Backend(target="nvidia", kernels="mosaic_sm90"))
+    found = {op for op, impls in asked.items() if impls == ("mosaic_sm90", REFERENCE)}
+    assert found == {"attention", "experts", "grouped_linear", "hyper", "indexer", "linear", "shared_expert"}
+    assert set(names(OPS, Backend(target="nvidia")).values()) == {(REFERENCE,)}
 
 
 def test_nothing_runs_on_the_host_of_an_ascend_device_unasked():
@@ -80,7 +105,7 @@ def test_a_choice_that_no_op_has_is_refused():
 def test_names_are_what_is_asked():
     ops = {"b": IMPLS, "a": OTHER}
     assert list(names(ops, Backend(target="nvidia")).items()) == [("a", (REFERENCE,)), ("b", ("fast", REFERENCE))]
-    assert names(ops, Backend(target="nvidia", kernels="fast")) == {"a": (REFERENCE,), "b": ("fast",)}
+    assert names(ops, Backend(target="nvidia", kernels="fast")) == {"a": (REFERENCE,), "b": ("fast", REFERENCE)}
     assert names(ops, Backend(target="ascend", host_ops=("a",))) == {"a": (REFERENCE,), "b": ("fast",)}
 
 

@@ -3,10 +3,15 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import Backend
-from deepinfer_jax.kernels.experts import cann
+from deepinfer_jax.kernels import registry
+from deepinfer_jax.kernels.calls import shared_call
+from deepinfer_jax.kernels.experts import cann, mosaic_sm90
+from deepinfer_jax.kernels.linear import api as linear_api
+from deepinfer_jax.kernels.linear import mosaic_sm90 as linear_sm90
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.ops import moe
 
@@ -50,12 +55,52 @@ def _shared(u: Float[Array, "T D"], expert: Experts, *, limit: float, quantizes:
     return moe.expert(u, expert.w1, expert.w2, expert.w3, None, limit=limit, quantizes=quantizes)
 
 
+def _routed_sm90(
+    u: Float[Array, "T D"],
+    expert_ids: Int[Array, "T A"],
+    shares: Float32[Array, "T A"],
+    is_live: Bool[Array, " T"],
+    experts: Experts,
+    layer: Index,
+    *,
+    limit: float,
+    **_: Any,
+) -> Float[Array, "T A D"]:
+    """The whole stack of layers is an operand, read where it is."""
+    run = shared_call(mosaic_sm90.routed_experts, limit=limit)
+    layer = jnp.asarray(layer, jnp.int32)
+    return run(u, expert_ids, shares, is_live, experts.w1, experts.w2, experts.w3, layer=layer)
+
+
+def _refuses_routed_sm90(
+    u: Array, expert_ids: Array, _: Array, __: Array, experts: Experts, *___: Any, quantizes: bool, **____: Any
+) -> str | None:
+    if not quantizes:
+        return "activations between the products are not FP8 in this numerics policy"
+    return mosaic_sm90.refuses(u, expert_ids, experts.w1, experts.w2)
+
+
+def _shared_sm90(u: Float[Array, "T D"], expert: Experts, *, limit: float, quantizes: bool) -> Float[Array, "T D"]:
+    linear = linear_api.linear_sm90
+    inner = moe.swiglu(linear(u, expert.w1), linear(u, expert.w3), None, limit=limit)
+    return linear(inner, expert.w2)
+
+
+def _refuses_shared_sm90(u: Array, expert: Experts, *, quantizes: bool, **_: Any) -> str | None:
+    if not quantizes:
+        return "activations between the products are not FP8 in this numerics policy"
+    reasons = (linear_sm90.refuses(u, w) for w in (expert.w1, expert.w2, expert.w3))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
 IMPLS = (
     Impl(name="cann", fn=cann.routed_experts, targets=(ASCEND,), refuses=cann.refuses_routed),
+    registry.mosaic_sm90(_routed_sm90, _refuses_routed_sm90),
     Impl(name=REFERENCE, fn=_routed),
 )
 SHARED_IMPLS = (
     Impl(name="cann", fn=cann.shared_expert, targets=(ASCEND,), refuses=cann.refuses_shared),
+    registry.mosaic_sm90(_shared_sm90, _refuses_shared_sm90),
     Impl(name=REFERENCE, fn=_shared),
 )
 

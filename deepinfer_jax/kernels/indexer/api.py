@@ -1,13 +1,18 @@
 """The choice of entries by index score, by whatever the backend has for it."""
 
+import dataclasses
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config.runtime import Backend
-from deepinfer_jax.kernels.indexer import cann
-from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, take_keys
+from deepinfer_jax.kernels import registry
+from deepinfer_jax.kernels.calls import shared_call
+from deepinfer_jax.kernels.indexer import cann, mosaic_sm90
+from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, every_entry, take_keys
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.ops import indexer
-from deepinfer_jax.ops.quant import dequantize
+from deepinfer_jax.ops.quant import ScaledArray, dequantize
 
 OP = "indexer"
 
@@ -15,7 +20,7 @@ OP = "indexer"
 def _reference(
     queries: Float[Array, "B I K"],
     weights: Float[Array, "B I"],
-    listed: Int[Array, "B N"],
+    listed: Int[Array, "B N"] | None,
     num_visible: Int[Array, " B"],
     keys: EntryKeys,
     *,
@@ -23,6 +28,7 @@ def _reference(
     needs_scores: bool,
     has_fixed_trips: bool,
 ) -> IndexScores:
+    listed = every_entry(keys) if listed is None else listed
     scores = indexer.score_entries(
         queries,
         weights,
@@ -35,8 +41,26 @@ def _reference(
     return IndexScores(entries=entries, gap=gap, scores=scores)
 
 
+def _sm90(
+    queries: Float[Array, "B I K"],
+    weights: Float[Array, "B I"],
+    listed: Int[Array, "B N"] | None,
+    num_visible: Int[Array, " B"],
+    keys: EntryKeys,
+    *,
+    count: int,
+    needs_scores: bool,
+    has_fixed_trips: bool,
+) -> IndexScores:
+    """The whole cache is an operand, read where it is."""
+    keys = dataclasses.replace(keys, source=jnp.asarray(keys.source, jnp.int32))
+    run = shared_call(mosaic_sm90.best_entries, count=count, needs_scores=needs_scores, has_fixed_trips=has_fixed_trips)
+    return run(queries, weights, listed, num_visible, keys)
+
+
 IMPLS = (
     Impl(name="cann", fn=cann.best_entries, targets=(ASCEND,), refuses=cann.refuses),
+    registry.mosaic_sm90(_sm90, mosaic_sm90.refuses),
     Impl(name=REFERENCE, fn=_reference),
 )
 
@@ -44,7 +68,7 @@ IMPLS = (
 def best_entries(
     queries: Float[Array, "B I K"],
     weights: Float[Array, "B I"],
-    listed: Int[Array, "B N"],
+    listed: Int[Array, "B N"] | None,
     num_visible: Int[Array, " B"],
     keys: EntryKeys,
     *,
@@ -56,9 +80,31 @@ def best_entries(
     """The `count` listed entries of each row with the best index scores, see `ops.indexer.top_entries`.
 
     queries: on the grid of `quantize_index` where the numerics quantise caches. listed: ascending, then -1; its width
-    is a multiple of 128. An entry counts if it is below the row's number of visible ones. needs_scores: somebody reads
+    is a multiple of 128. None stands for all entries that the pages have room for, of which scores, if they are needed,
+    may have more (-inf). An entry counts if it is below the row's number of visible ones. needs_scores: somebody reads
     `IndexScores.scores`.
     """
     arrays = (queries, weights, listed, num_visible, keys)
     given = {"count": count, "needs_scores": needs_scores, "has_fixed_trips": has_fixed_trips}
     return select(OP, IMPLS, backend, *arrays, **given).fn(*arrays, **given)
+
+
+def in_kernel(
+    queries: Float[Array, "B I K"],
+    cache: ScaledArray,
+    *,
+    page_entries: int,
+    num_listed: int | None,
+    backend: Backend,
+) -> bool:
+    """Whether a Hopper kernel chooses for such queries (values do not count), which takes any number of rows at once.
+
+    num_listed: the width of the lists, None where all entries are asked for.
+    """
+    if backend.kernels != registry.MOSAIC_SM90:
+        return False
+    rows = queries.shape[0]
+    listed = None if num_listed is None else indexer.pad_entries(jnp.zeros((rows, num_listed), jnp.int32))
+    keys = EntryKeys(cache=cache, source=0, pages=jnp.zeros((rows, 1), jnp.int32), page_entries=page_entries)
+    arrays = (queries, queries[:, :, 0], listed, jnp.zeros(rows, jnp.int32), keys)
+    return select(OP, IMPLS, backend, *arrays).name == registry.MOSAIC_SM90

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.kernels.ascend_call import Operand, ascend_call, on_host, result
-from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, take_keys
+from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, every_entry, take_keys
 from deepinfer_jax.ops.quant import INDEX_GROUP, ScaledArray, quantize_index
 
 TARGET = "deepinfer.cann.index_top_k.v2"
@@ -49,7 +49,7 @@ def best_keys(
 def best_entries(
     queries: Float[Array, "B I K"],
     weights: Float[Array, "B I"],
-    listed: Int[Array, "B N"],
+    listed: Int[Array, "B N"] | None,
     num_visible: Int[Array, " B"],
     keys: EntryKeys,
     *,
@@ -61,6 +61,7 @@ def best_entries(
 
     Queries are packed again, which is exact. Where all scores are needed, all keys are asked for.
     """
+    listed = every_entry(keys) if listed is None else listed
     rows, width = listed.shape
     asked = width if needs_scores else min(count + 1, width)
     key_len = jnp.sum((listed >= 0) & (listed < num_visible[:, None]), axis=1, dtype=jnp.int32)
@@ -92,13 +93,14 @@ def _kept(
 
 
 def refuses(
-    queries: Array, weights: Array, listed: Array, num_visible: Array, keys: EntryKeys, **_: object
+    queries: Array, weights: Array, listed: Array | None, num_visible: Array, keys: EntryKeys, **_: object
 ) -> str | None:
     """Why the operator cannot take these arguments, None if it can."""
     if queries.shape[-1] != INDEX_DIM:
         return f"index_head_dim={queries.shape[-1]}; the operator takes {INDEX_DIM} only"
     if queries.shape[1] > MAX_HEADS:
         return f"there are {queries.shape[1]} index heads; the operator takes up to {MAX_HEADS}"
-    if listed.shape[1] > MAX_KEYS:
-        return f"{listed.shape[1]} entries are listed; the operator returns up to {MAX_KEYS}; lower max_model_len"
+    width = (every_entry(keys) if listed is None else listed).shape[1]
+    if width > MAX_KEYS:
+        return f"{width} entries are listed; the operator returns up to {MAX_KEYS}; lower max_model_len"
     return None if keys.cache.form == "fp4" else f"the cache has form {keys.cache.form}; the operator takes fp4"

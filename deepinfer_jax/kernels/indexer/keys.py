@@ -1,8 +1,9 @@
 """Index keys in pages, and what a choice among them gives."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from deepinfer_jax.ops import paged
+from deepinfer_jax.ops import indexer, paged
 from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.pytree import pytree_dataclass, static_field
 
@@ -26,6 +27,12 @@ class IndexScores:
     entries: Int[Array, "B K"]  # the best ones, ascending, then -1
     gap: Float32[Array, " B"]  # between the last kept and the first dropped score, inf where nothing was dropped
     scores: Float32[Array, "B N"] | None  # of all listed entries, -inf where one is not visible; None: not asked for
+
+
+def every_entry(keys: EntryKeys) -> Int[Array, "B N"]:
+    """The list of all entries that the pages have room for, the same for each row."""
+    rows, width = keys.pages.shape[0], keys.pages.shape[1] * keys.page_entries
+    return indexer.pad_entries(jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width)))
 
 
 def take_keys(keys: EntryKeys, entries: Int[Array, "B N"]) -> ScaledArray:

@@ -1,22 +1,45 @@
 """Products of rows with plain or packed weights, by whatever the backend has for them."""
 
+from typing import Any
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from deepinfer_jax.config.runtime import Backend
+from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.ascend import DeviceArray
-from deepinfer_jax.kernels.linear import cann
+from deepinfer_jax.kernels.calls import shared_call
+from deepinfer_jax.kernels.linear import cann, mosaic_sm90
 from deepinfer_jax.kernels.linear.cann import MxWeight
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.ops import linear as ops
-from deepinfer_jax.ops.quant import ScaledArray
+from deepinfer_jax.ops.quant import ScaledArray, dequantize
 
 OP, GROUPED_OP = "linear", "grouped_linear"
+
+
+def linear_sm90(x: Float[Array, "T K"], w: ScaledArray) -> Float[Array, "T N"]:
+    """`mosaic_sm90.linear`, lowered once for all layers."""
+    return shared_call(mosaic_sm90.linear)(x, w)
+
+
+def _grouped_sm90(x: Float[Array, "T O M"], w: ScaledArray | Array) -> Float[Array, "T O R"]:
+    """Packed weights become bfloat16 first: the kernel multiplies exactly, and rows are not quantised here."""
+    return shared_call(mosaic_sm90.grouped_linear)(x, dequantize(w, x.dtype))
+
+
+def _refuses_grouped_sm90(x: Array, w: ScaledArray | Array) -> str | None:
+    return mosaic_sm90.refuses_grouped(x, dequantize(w, x.dtype))  # of values that nobody reads
+
+
 IMPLS = (
     Impl(name="cann", fn=cann.linear, targets=(ASCEND,), refuses=cann.refuses),
+    registry.mosaic_sm90(linear_sm90, mosaic_sm90.refuses),
     Impl(name=REFERENCE, fn=ops.linear),
 )
 GROUPED_IMPLS = (
     Impl(name="cann", fn=cann.grouped_linear, targets=(ASCEND,), refuses=cann.refuses_groups),
+    registry.mosaic_sm90(_grouped_sm90, _refuses_grouped_sm90),
     Impl(name=REFERENCE, fn=ops.grouped_linear),
 )
 # MxWeight and DeviceArray: as `engine/ascend.py` packs weights for CANN's operators.
@@ -24,10 +47,35 @@ Weight = ScaledArray | Array | MxWeight | DeviceArray
 
 
 def linear(x: Float[Array, "T K"], w: Weight, *, backend: Backend) -> Float[Array, "T N"]:
-    """See `ops.linear.linear`; x has been through `fp8_roundtrip` where the numerics quantise activations."""
+    """See `ops.linear.linear`; x has been through `fp8_roundtrip` where the numerics quantise activations.
+
+    A kernel that multiplies packed weights quantises x itself; where the numerics do not quantise activations, w must
+    be plain (`multiplies_packed`).
+    """
     return select(OP, IMPLS, backend, x, w).fn(x, w)
 
 
 def grouped_linear(x: Float[Array, "T O M"], w: Weight, *, backend: Backend) -> Float[Array, "T O R"]:
     """See `ops.linear.grouped_linear`; for CANN w is plain values in groups, [O, R, M]."""
     return select(GROUPED_OP, GROUPED_IMPLS, backend, x, w).fn(x, w)
+
+
+def multiplies_packed(w: ScaledArray, *, dtype: Any, backend: Backend) -> bool:
+    """Whether `linear` takes this weight as it is stored, for rows in `dtype` that it may quantise.
+
+    Else it is to be unpacked once, in front of any loop over tiles of rows.
+    """
+    rows = jnp.zeros((1, w.payload.shape[-1]), dtype)
+    found = (impl for impl in registry.asked(IMPLS, OP, backend) if impl.refuses(rows, w) is None)
+    return next((impl.name for impl in found), REFERENCE) != REFERENCE
+
+
+def keeps_plain(groups: int, outputs: int, width: int, *, dtype: Any, backend: Backend) -> bool:
+    """Whether a kernel multiplies weights [outputs, width] of so many groups that are plain values in `dtype`.
+
+    Else `grouped_linear` unpacks them itself, if they are packed.
+    """
+    if backend.kernels != registry.MOSAIC_SM90:
+        return False
+    rows = jnp.zeros((1, groups, width), dtype)
+    return select(GROUPED_OP, GROUPED_IMPLS, backend, rows, jnp.zeros((outputs, width), dtype)).name != REFERENCE

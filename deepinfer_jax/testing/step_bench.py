@@ -1,0 +1,186 @@
+"""Decode steps of one rank of the real model, timed on the device at hand (`scripts/bench_steps.py`)."""
+
+import dataclasses
+import glob
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from deepinfer_jax.config.roles import layer_roles
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.model.backbone import forward
+from deepinfer_jax.model.batch import StepBatch
+from deepinfer_jax.model.kernel_weights import for_kernels
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.state import State
+from deepinfer_jax.testing import hlo
+from deepinfer_jax.testing.abstract import COMPILER_OPTIONS
+from deepinfer_jax.testing.rank_model import DecodeCase, rank_params
+
+# step(params, state, batch, experts) -> logits, state
+Step = Callable[[Params, State, StepBatch, Mapping[str, Any]], tuple[jax.Array, State]]
+RUNS = 9  # steps behind one another in the longer measurement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What a profile of one step on a GPU shows."""
+
+    kernels: int
+    idle: float  # share of the time between the first kernel's start and the last one's end
+    busy_us: float
+    by_name: dict[str, tuple[int, float]]  # kernels and microseconds of each name
+
+
+def make_params(config: RuntimeConfig, *, num_experts: int, seed: int = 0) -> Params:
+    """Random weights in the forms that the config's kernels read."""
+    params = rank_params(config.model, num_experts=num_experts, seed=seed)
+    return jax.block_until_ready(for_kernels(params, config=config))
+
+
+def compile_step(config: RuntimeConfig, params: Params, state: State, case: DecodeCase) -> Any:
+    """The step for these shapes; the state is donated. Arguments may be shape structs."""
+
+    def step(params: Params, state: State, batch: StepBatch, experts: Mapping[str, Any]) -> tuple[jax.Array, State]:
+        output, state = forward(params, state, batch, config=config, forced_selection=experts)
+        return output.logits, state
+
+    jitted = jax.jit(step, donate_argnums=(1,), compiler_options=COMPILER_OPTIONS)
+    return jitted.lower(params, state, case.batch(config), case.experts(config)).compile()
+
+
+def step_bytes(config: RuntimeConfig, params: Params, case: DecodeCase) -> int:
+    """Bytes that one step must move: each once, if every layer finds nothing of another one in a cache.
+
+    Weights are read once: of routed experts those that some row chose, of embedding and Engram tables the rows that are
+    looked up, everything else whole. Of caches each row reads its window in every layer, the selected entries in every
+    layer that has them, and the index keys that each index source scores. Logits are written. Activations and the
+    written entries are not counted.
+    """
+    model, rows = config.model, case.num_rows
+    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))  # noqa: E731
+    looked_up = (params.embed, params.engram.embed, params.engram.token_map)
+    total = size(params) - size(params.moe.experts) - size(looked_up)
+    one_expert = size(params.moe.experts) // (model.num_hidden_layers * case.num_experts)
+    for ids in case.experts(config).values():
+        chosen = np.unique(np.asarray(ids))
+        total += one_expert * int((chosen < case.num_experts).sum())
+    total += rows * model.hidden_size * params.embed.dtype.itemsize
+    total += rows * len(model.engram_layer_ids) * model.engram_columns * model.engram_head_dim * 33 // 32
+    window_row, main_row, index_row = (
+        model.head_dim * 33 // 32,
+        model.head_dim * 9 // 16,
+        model.index_head_dim * 17 // 32,
+    )
+    for role in layer_roles(model):
+        total += rows * min(model.sliding_window, case.context) * window_row
+        if not role.ratio:
+            continue
+        visible = case.context // role.ratio
+        total += rows * min(model.index_topk, visible) * main_row
+        if role.index_ordinal >= 0:
+            listed = model.candidate_topk_blocks * model.candidate_block_size if role.uses_candidates else visible
+            total += rows * min(listed, visible) * index_row
+    return total + rows * model.vocab_size * 4
+
+
+def fits(compiled: Any, params: Params, free_bytes: int | None) -> bool:
+    """Whether state and temporaries of a compiled step fit beside the parameters that are there."""
+    memory = compiled.memory_analysis()
+    return free_bytes is None or memory.argument_size_in_bytes + memory.temp_size_in_bytes < free_bytes
+
+
+def device_bytes() -> int | None:
+    """What JAX may use of the device's memory; None where the device does not say."""
+    stats = jax.devices()[0].memory_stats()
+    return None if not stats else stats.get("bytes_limit")
+
+
+def time_step(
+    step: Step, params: Params, state: State, batch: StepBatch, experts: Mapping[str, Any], *, turns: int
+) -> tuple[float, State]:
+    """Microseconds of the device for one step, and the state behind all of them.
+
+    Steps are dispatched one after the other and waited for once: the difference between many and one, by their number,
+    has no host time in it, unless the host is slower than the device in dispatching. Median over the turns.
+    """
+
+    def run(count: int, state: State) -> tuple[float, State]:
+        start = time.perf_counter()
+        logits = None
+        for _ in range(count):
+            logits, state = step(params, state, batch, experts)
+        jax.block_until_ready((logits, state))
+        return time.perf_counter() - start, state
+
+    times = []
+    _, state = run(2, state)
+    for _ in range(turns):
+        one, state = run(1, state)
+        many, state = run(RUNS, state)
+        times.append(1e6 * (many - one) / (RUNS - 1))
+    return statistics.median(times), state
+
+
+def trace_step(
+    step: Step, params: Params, state: State, batch: StepBatch, experts: Mapping[str, Any]
+) -> tuple[Trace | None, State]:
+    """What a profile of one step shows, None where it holds no kernels of a GPU; and the state behind it."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            logits, state = step(params, state, batch, experts)
+            jax.block_until_ready((logits, state))
+        files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(file).planes]
+        kernels = [
+            (event.name, event.start_ns, event.duration_ns)
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+    return read_kernels(kernels), state
+
+
+def read_kernels(kernels: Iterable[tuple[str, float, float]]) -> Trace | None:
+    """The figures of kernels given as name, start and duration in nanoseconds; None for none at all."""
+    ordered = sorted(kernels, key=lambda kernel: kernel[1])
+    if not ordered:
+        return None
+    by_name: dict[str, tuple[int, float]] = {}
+    busy, end = 0.0, ordered[0][1]
+    for name, start, duration in ordered:
+        count, time_us = by_name.get(name, (0, 0.0))
+        by_name[name] = (count + 1, time_us + duration / 1e3)
+        busy += max(0.0, start + duration - max(start, end))
+        end = max(end, start + duration)
+    whole = end - ordered[0][1]
+    idle = 1 - busy / whole if whole else 0.0
+    return Trace(kernels=len(ordered), idle=idle, busy_us=busy / 1e3, by_name=by_name)
+
+
+def counted_kernels(compiled: Any) -> int:
+    """Kernels of a step by the text of the program: what runs by itself, loops by their trip counts."""
+    text = compiled.as_text()
+    found = hlo.instructions(text)
+    times = hlo.repetitions(found, text)
+    launched = ("fusion", "custom-call", "copy", "sort", "reduce", "scatter", "dot", "convolution", "rng-bit-generator")
+    return sum(times.get(one.computation, 0) for one in found if not one.is_fused and one.opcode in launched)
+
+
+def compare_logits(config: RuntimeConfig, case: DecodeCase, names: tuple[str, str], *, seed: int = 0) -> float:
+    """|a - b| / |b| of the logits of one step through two choices of kernels, on equal weights, caches and inputs."""
+    found = []
+    for name in names:
+        own = dataclasses.replace(config, kernels=name)
+        params, state = make_params(own, num_experts=case.num_experts, seed=seed), case.state(own)
+        step = compile_step(own, params, state, case)
+        logits, _ = step(params, state, case.batch(own), case.experts(own))
+        found.append(np.asarray(logits, np.float64))
+    return float(np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1]))

@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Times decode steps of one rank of the real model on the device at hand: one JSON line for each cell.
+
+The rank has all layers of the model, 48 of the 384 routed experts of each, as one of eight, random weights in the
+released forms, small Engram tables and no drafts. Each row chooses six of the rank's experts, so that it does the work
+that a rank of eight gets when all have equally many rows. Nothing travels. `fraction` is the time that the step's bytes
+need at the bandwidth that was measured in the same run (the first line), divided by the time that was measured.
+
+    python scripts/bench_steps.py --kernels mosaic_sm90 [--layers 40] [--rows 1 16 128 512] [--contexts 4096 8192 65536]
+        [--check] [--profile]
+
+A cell whose weights, caches and temporaries do not fit says so. --check also compares the logits with those of
+kernels=reference, for which few layers are enough: 5 have one of each role. --profile adds the kernels that take most
+time.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from deepinfer_jax.config.released import load_config
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.catalog import OPS
+from deepinfer_jax.kernels.registry import REFERENCE, check_choice
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.testing import kernel_bench, step_bench
+from deepinfer_jax.testing.facts import run_facts
+from deepinfer_jax.testing.rank_model import DecodeCase, rank_model
+
+MODEL = Path(__file__).parents[1] / "configs/model/deepseek-v4.1-flash.json"
+# On anything but a GPU ceilings are measured in small: a step there tells nothing but that it runs.
+SMALL: dict[str, Any] = {"copy_bytes": 1 << 22, "side": 256, "turns": 2}
+MOST_NAMES = 25  # of kernels in a profile
+
+
+def main() -> int:
+    """Prints the lines; the exit status is 1 where a cell failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(MODEL), help="a config.json; default: the released shape")
+    parser.add_argument("--kernels", default="mosaic_sm90", help="auto, reference or the name of implementations")
+    parser.add_argument("--layers", type=int, help="so many layers, of every role if possible; default: all")
+    parser.add_argument("--experts", type=int, default=48, help="routed experts of the rank in each layer")
+    parser.add_argument("--rows", nargs="+", type=int, default=[128, 16, 1, 512])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 65536, 4096], help="tokens of each request")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--check", action="store_true", help="also compare the logits with kernels=reference")
+    parser.add_argument("--profile", action="store_true", help="also list the kernels that take most time")
+    args = parser.parse_args()
+    target = {"gpu": "nvidia"}.get(jax.devices()[0].platform, "cpu")
+    model = rank_model(load_config(args.model), num_layers=args.layers)
+    config = RuntimeConfig(model=model, target=target, is_invariant=target == "cpu", kernels=args.kernels)
+    check_choice(OPS, config.backend)
+    facts = run_facts()
+    ceilings = kernel_bench.measure_ceilings(**({} if target == "nvidia" else SMALL))
+    write({"op": "ceilings", **dataclasses.asdict(ceilings), **facts})
+    cases = [
+        DecodeCase(num_rows=rows, context=context, num_experts=args.experts)
+        for context in args.contexts
+        for rows in args.rows
+    ]
+    params = step_bench.make_params(config, num_experts=args.experts)
+    is_good = [run_cell(config, params, case, ceilings, args, facts) for case in cases]
+    del params
+    if args.check:
+        is_good += [check_cell(config, case, facts) for case in cases]
+    return 0 if all(is_good) else 1
+
+
+def run_cell(
+    config: RuntimeConfig,
+    params: Params,
+    case: DecodeCase,
+    ceilings: kernel_bench.Ceilings,
+    args: argparse.Namespace,
+    facts: dict[str, str],
+) -> bool:
+    """Writes the line of one case; False where it failed, in which case the line says why."""
+    head = {"op": "step_decode", "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
+    try:
+        start = time.perf_counter()
+        abstract = jax.eval_shape(lambda: case.state(config))
+        compiled = step_bench.compile_step(config, params, abstract, case)
+        compile_s = time.perf_counter() - start
+        memory = compiled.memory_analysis()
+        needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        limit = step_bench.device_bytes()
+        if limit is not None and needed > limit:
+            write({**head, "left_out": f"needs {needed} bytes of the {limit} that JAX may use", **facts})
+            return True
+        inputs = case.batch(config), case.experts(config)
+        median_us, state = step_bench.time_step(compiled, params, case.state(config), *inputs, turns=args.turns)
+        trace, _ = step_bench.trace_step(compiled, params, state, *inputs)
+    except (ValueError, RuntimeError) as error:
+        write({**head, "error": str(error)[:1000], **facts})
+        return False
+    num_bytes = step_bench.step_bytes(config, params, case)
+    record = {
+        **head,
+        "median_us": round(median_us, 1),
+        "bytes": num_bytes,
+        "fraction": round(1e6 * num_bytes / ceilings.bytes_per_s / median_us, 4),
+        "tokens_per_s": round(1e6 * case.num_rows / median_us, 1),
+        "kernels_per_step": step_bench.counted_kernels(compiled) if trace is None else trace.kernels,
+        "kernels_from": "program text" if trace is None else "profile",
+        "idle": None if trace is None else round(trace.idle, 4),
+        "busy_us": None if trace is None else round(trace.busy_us, 1),
+        "compile_s": round(compile_s, 1),
+        "temporary_bytes": memory.temp_size_in_bytes,
+        **facts,
+    }
+    write(record)
+    if args.profile and trace is not None:
+        longest = sorted(trace.by_name.items(), key=lambda item: -item[1][1])[:MOST_NAMES]
+        names = [{"name": name[:80], "count": count, "us": round(us, 1)} for name, (count, us) in longest]
+        write({**head, "op": "step_profile", "kernels": names})
+    return True
+
+
+def check_cell(config: RuntimeConfig, case: DecodeCase, facts: dict[str, str]) -> bool:
+    """Writes how far the logits are from those of the reference; False where the comparison failed."""
+    head = {"op": "step_check", "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
+    try:
+        error = step_bench.compare_logits(config, case, (config.kernels, REFERENCE))
+    except (ValueError, RuntimeError) as problem:
+        write({**head, "error": str(problem)[:1000], **facts})
+        return False
+    write({**head, "rel_err": error, **facts})
+    return True
+
+
+def write(record: dict[str, Any]) -> None:
+    """One JSON line, at once."""
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
