@@ -1,6 +1,7 @@
 """The block-scaled linear layer for SM90, interpreted on the CPU with race detection."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -165,3 +166,28 @@ def test_bad_tiling_is_an_error():
         Tiling(row_tile=12)
     with pytest.raises(ValueError, match="row_tile=96 must be 64 or 128"):
         Fp8RowsProduct(row_tile=96, sum_registers=64)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 57, 64, 65, 72, 128, 200])
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.bfloat16])
+def test_every_copy_begins_where_the_copy_engine_can_write(num_rows, dtype):
+    is_scaled = dtype == jnp.uint8
+    padded, row_tile = mosaic_sm90._tiled(num_rows, mosaic_sm90.TILING, is_scaled=is_scaled)
+    product = mosaic_sm90._Product(
+        num_rows=padded,
+        num_outputs=256,
+        width=1024,
+        splits=1,
+        row_tile=row_tile,
+        tiling=mosaic_sm90.TILING,
+        dtype=jnp.dtype(dtype),
+        out_dtype=jnp.dtype(jnp.bfloat16),
+        num_sms=2,
+        interpret=None,
+    )
+    scratch = product._scratch_types()
+    # Leading axes that a copy takes one place of: the stage, and of weights and rows the line.
+    names = {"weights": 2, "x": 2} | ({"scales": 1, "x_scales": 1} if is_scaled else {})
+    for name, leading in names.items():
+        part_bytes = math.prod(scratch[name].shape[leading:]) * scratch[name].dtype.itemsize
+        assert part_bytes % 128 == 0, (name, part_bytes)

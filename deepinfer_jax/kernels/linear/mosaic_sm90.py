@@ -44,6 +44,7 @@ CHUNK_BYTES = 2 * LINE  # of a row: columns are split between such chunks
 REGISTERS, COPY_REGISTERS = 216, 80  # of a thread that multiplies, of one that copies
 SHARED_BYTES = 232448 - 2048  # of a block, less room for barriers and alignment
 ROW_BLOCK = 8
+SCALE_ROOM = 8  # groups of columns in a stage for which there is room
 NUM_SMS = 132
 # Of `num_splits`, for 128 rows of x and in the time that a multiprocessor's share of the memory's bandwidth needs for
 # a chunk of 128 weight rows, 32 KB: writing a unit's bfloat16 results or its float32 sums; starting the kernel that
@@ -236,7 +237,7 @@ class _Shared:
     """Shared memory and barriers of a block. A line has 128 bytes; without scales, theirs are not read."""
 
     weights: Any  # [stages, lines, 128, line]
-    scales: Any  # [stages, 4 lines, 4] float32
+    scales: Any  # [stages, 8, 4] float32, of which the first 4 lines are used: a copy begins at a multiple of 128 bytes
     x: Any  # [stages, lines, row_tile, line]
     x_scales: Any  # [stages, 4 lines, row_tile] float32
     out: Any  # [warpgroups, rows of x, outputs] of a warpgroup; not used for float32
@@ -330,7 +331,7 @@ class _Product:
         """Of the pipeline: as many as shared memory holds."""
         stage = (
             self.lines * (TILE_OUTPUTS + self.row_tile) * LINE
-            + self.groups_each * (TILE_OUTPUTS // GROUP + self.row_tile) * 4
+            + (SCALE_ROOM * (TILE_OUTPUTS // GROUP) + self.groups_each * self.row_tile) * 4
         )
         out_bytes = WARPGROUPS * math.prod(self.staged_shape) * self.made_dtype.itemsize
         return min(self.tiling.most_stages, (SHARED_BYTES - out_bytes) // stage)
@@ -368,7 +369,7 @@ class _Product:
         out_transforms = BF16_TRANSFORMS if self.is_staged and not self.product.is_transposed else ()
         return {
             "weights": plgpu.SMEM((*shape, TILE_OUTPUTS, self.line), self.dtype, transforms=transforms),
-            "scales": plgpu.SMEM((self.stages, self.groups_each, TILE_OUTPUTS // GROUP), jnp.float32),
+            "scales": plgpu.SMEM((self.stages, SCALE_ROOM, TILE_OUTPUTS // GROUP), jnp.float32),
             "x": plgpu.SMEM((*shape, self.row_tile, self.line), self.dtype, transforms=transforms),
             "x_scales": plgpu.SMEM((self.stages, self.groups_each, self.row_tile), jnp.float32),
             "out": plgpu.SMEM((WARPGROUPS, *self.staged_shape), self.made_dtype, transforms=out_transforms),
@@ -446,9 +447,12 @@ class _Product:
         groups = pl.ds(chunk * self.groups_each, self.groups_each)
         for source in operands.scales:
             blocks = pl.ds(first_output // GROUP, TILE_OUTPUTS // GROUP)
-            plgpu.copy_gmem_to_smem(source.at[groups, blocks], shared.scales.at[stage], full)
+            plgpu.copy_gmem_to_smem(source.at[groups, blocks], self._scales(stage, shared), full)
         for source in operands.x_scales:
             plgpu.copy_gmem_to_smem(source.at[groups, rows], shared.x_scales.at[stage], full)
+
+    def _scales(self, stage: Array, shared: _Shared) -> Any:
+        return shared.scales.at[stage, pl.ds(0, self.groups_each)]
 
     def _multiply(self, num_chunks: Array, first_step: Array, shared: _Shared) -> Float32[Array, "M N"]:
         """The sums of one unit that belong to this warpgroup."""
@@ -460,7 +464,7 @@ class _Product:
             acc = product.add(
                 acc,
                 weights=shared.weights.at[stage],
-                scales=shared.scales.at[stage],
+                scales=self._scales(stage, shared),
                 x=shared.x.at[stage],
                 x_scales=shared.x_scales.at[stage],
                 warpgroup=warpgroup,
