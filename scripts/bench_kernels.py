@@ -2,19 +2,25 @@
 """Checks and times the kernels of each op on the GPU at hand: one JSON line for each implementation and case.
 
 Cases are those of `deepinfer_jax/kernels/<op>/cases.py`. Every implementation is compared with the reference before it
-is timed, and with --rows each kernel is run with 1 to 256 live rows, whose bits must not change. PyTorch's own
-products are timed in the same run where it is installed. The first line holds the ceilings that were measured.
+is timed, and with --rows each kernel is run with 1 to 256 live rows, and in calls of fewer rows where the case says
+how these look; bits of rows must not change. PyTorch's own
+products are timed in the same run where it is installed. The first line holds the ceilings that were measured. Cases
+that have an aim in docs/kernels.md come first. One that fails, or that takes longer than --limit-s, gives a line that
+says so, and the others go on.
 
-    python scripts/bench_kernels.py [OP ...] [--cases TEXT ...] [--impl NAME ...] [--rows] [--turns 20]
+    python scripts/bench_kernels.py [OP ...] [--cases TEXT ...] [--impl NAME ...] [--rows] [--turns 20] [--limit-s 60]
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +35,7 @@ from deepinfer_jax.testing.facts import run_facts
 
 OPS = sorted(path.parent.name for path in Path(kernels.__path__[0]).glob("*/cases.py"))
 MAX_ROWS = 256
+FEWER_ROWS = (1, 8, 16, 33, 64, 96, 128, 200)
 
 
 def main() -> int:
@@ -39,6 +46,7 @@ def main() -> int:
     parser.add_argument("--impl", nargs="+", metavar="NAME", help="only these implementations")
     parser.add_argument("--rows", action="store_true", help="also check that rows do not depend on each other")
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--limit-s", type=float, default=60.0, help="for one implementation of one case")
     args = parser.parse_args()
     unknown = sorted(set(args.ops) - set(OPS))
     if unknown:
@@ -48,12 +56,9 @@ def main() -> int:
         parser.error(f"kernels are timed on a GPU; this is a {facts['device']}. Tests interpret them on a CPU")
     ceilings = kernel_bench.measure_ceilings()
     write({"op": "ceilings", **dataclasses.asdict(ceilings), **facts})
-    is_good = [
-        run_case(case, ceilings, args, facts)
-        for op in args.ops or OPS
-        for case in cases_of(op)
-        if is_wanted(case, args)
-    ]
+    wanted = [case for op in args.ops or OPS for case in cases_of(op) if is_wanted(case, args)]
+    wanted.sort(key=lambda case: not case.has_target)
+    is_good = [run_case(case, ceilings, args, facts) for case in wanted]
     return 0 if all(is_good) else 1
 
 
@@ -68,25 +73,55 @@ def is_wanted(case: Case, args: argparse.Namespace) -> bool:
 
 
 def run_case(case: Case, ceilings: kernel_bench.Ceilings, args: argparse.Namespace, facts: dict[str, str]) -> bool:
-    """Writes the lines of one case; False where it failed, in which case the line says why."""
-    is_good = True
+    """Writes the lines of one case; False where something failed, in which case a line says why."""
+    head = {"op": case.op, "case": case.name}
+    with reported({**head, "impl": REFERENCE}, args.limit_s, facts) as is_good:
+        prepared = kernel_bench.prepare(case)
+    if not all(is_good):
+        return False
     for name in [name for name in case.implementations if args.impl is None or name in args.impl]:
-        head = {"op": case.op, "impl": name, "case": case.name}
-        try:
-            for record in kernel_bench.measure(case, [name], ceilings, turns=args.turns):
-                write({**record, **facts})
+        with reported({**head, "impl": name}, args.limit_s, facts) as outcome:
+            write({**kernel_bench.measure(prepared, name, ceilings, turns=args.turns), **facts})
             if args.rows and case.keep_rows is not None and name != REFERENCE:
-                counts = list(range(1, min(case.num_rows, MAX_ROWS) + 1))
-                changed = kernel_bench.dependent_rows(case, name, counts)
-                write({**head, "rows": [counts[0], counts[-1]], "rows_that_change_bits": changed, **facts})
-                is_good = is_good and not changed
-        except (ValueError, RuntimeError) as error:
-            write({**head, "error": str(error)[:500], **facts})
-            is_good = False
+                counts = range(1, min(case.num_rows, MAX_ROWS) + 1)
+                changed = kernel_bench.dependent_rows(prepared, name, counts)
+                rows = {"rows": [counts[0], counts[-1]], "rows_that_change_bits": changed}
+                write({**head, "impl": name, **rows, **facts})
+                outcome.append(not changed)
+            if args.rows and case.cut_rows is not None and name != REFERENCE:
+                counts = [count for count in FEWER_ROWS if count < case.num_rows]
+                changed = kernel_bench.dependent_counts(prepared, name, counts)
+                write({**head, "impl": name, "calls_of_rows": counts, "calls_that_change_bits": changed, **facts})
+                outcome.append(not changed)
+        is_good += outcome
+    del prepared
     if args.impl is None and (torch := torch_on_gpu()) is not None:
-        for record in kernel_bench.measure_peers(case, torch, turns=args.turns):
-            write({**record, **facts, "torch": torch.__version__})
-    return is_good
+        with reported({**head, "impl": "torch"}, args.limit_s, facts) as outcome:
+            for record in kernel_bench.measure_peers(case, torch, turns=args.turns):
+                write({**record, **facts, "torch": torch.__version__})
+        is_good += outcome
+        torch.cuda.empty_cache()
+    return all(is_good)
+
+
+@contextlib.contextmanager
+def reported(head: dict[str, Any], limit_s: float, facts: dict[str, str]) -> Iterator[list[bool]]:
+    """Gives an empty list, to which it adds False where what is inside fails or takes too long; writes why."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took longer than {limit_s:g} s; raise --limit-s")
+
+    is_good: list[bool] = []
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield is_good
+    except (ValueError, TypeError, RuntimeError, MemoryError, TimeoutError) as error:
+        write({**head, "error": f"{type(error).__name__}: {error}"[:500], **facts})
+        is_good.append(False)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def torch_on_gpu() -> Any:

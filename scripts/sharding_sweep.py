@@ -38,10 +38,12 @@ def main() -> None:
     parser.add_argument("--target", choices=("b200", "h200"), nargs="+", default=["b200"])
     parser.add_argument("--phase", choices=tuple(MESHES), nargs="+", default=list(MESHES))
     parser.add_argument("--mesh", nargs="+", metavar="DPxCP", help="in place of the meshes of each phase")
+    parser.add_argument("--rows", type=int, metavar="N", help="rows of a step, for each rank, in place of the phase's")
     parser.add_argument("--jobs", type=int, default=1, help="compilations at the same time")
     args = parser.parse_args()
+    own = {} if args.rows is None else {"num_rows": args.rows}
     cases = [
-        (phase, StepCase(target=target, dp=dp, cp=cp, **(DECODE if phase == "decode" else PREFILL)))
+        (phase, StepCase(target=target, dp=dp, cp=cp, **(DECODE if phase == "decode" else PREFILL) | own))
         for target in args.target
         for phase in args.phase
         for dp, cp in ([tuple(map(int, mesh.split("x"))) for mesh in args.mesh] if args.mesh else MESHES[phase])
@@ -65,10 +67,12 @@ def compile_or_tell(case: StepCase) -> dict[str, Any]:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """The sweep as a table in Markdown."""
-    print("| target | step | dp x cp | GB of a device: arguments, temporary | fits | collectives (MB) | compiled in |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| target | step | rows | dp x cp | GB of a device: arguments, temporary | fits | collectives (MB) | compiled |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
-        mesh = f"{row['dp']} x {row['cp']}"
+        mesh = f"{row['num_rows']:,} | {row['dp']} x {row['cp']}"
         if "error" in row:
             print(f"| {row['target']} | {row['phase']} | {mesh} | failed: {row['error']} | | | |")
             continue

@@ -210,3 +210,23 @@ def test_a_decode_step_of_a_rank_has_a_line_for_each_cell(call):
     assert cell["case"] == "2 rows, context 40"
     assert cell["kernels_from"] == "program text" and cell["kernels_per_step"] > 100
     assert cell["bytes"] > 0 and cell["median_us"] > 0
+
+
+@pytest.mark.slow
+def test_steps_on_meshes_are_timed(call):
+    sizes = ("--experts", 4, "--rows", 8, "--chunk", 64, "--context", 256, "--turns", 1)
+    printed = call("bench_mesh", "--model", SCRIPTS.parent / "configs/model/tiny.json", "--mesh", "1x1", "2x1", *sizes)
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert [(line["op"], line.get("mesh")) for line in lines] == [
+        ("link", None),
+        ("step_decode", "1x1"),
+        ("step_prefill", "1x1"),
+        ("step_decode", "2x1"),
+    ]
+    assert lines[0]["sent_bytes_per_s"] > 0
+    assert all(line["finite"] and line["step_us"] > 0 for line in lines[1:])
+    assert [line["experts"] for line in lines[1:]] == [4, 4, 8]  # as many for each device
+    # For each of 6 layers half of 8 rows' pairs travel: codes, scales and a mark there, an output and a mark back.
+    model = json.loads((SCRIPTS.parent / "configs/model/tiny.json").read_text())["text_config"]
+    pair_bytes = model["hidden_size"] * 3 + model["hidden_size"] // 32 + 2
+    assert lines[3]["exchange_sent_bytes"] == 6 * 8 * model["num_experts_per_tok"] * pair_bytes // 2

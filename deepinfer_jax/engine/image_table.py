@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +44,16 @@ class _Place:
 
 
 class ImageTable:
-    """The table and what is in it. Its memory is taken at the first image."""
+    """The table and what is in it. Its memory is taken at the first image.
 
-    def __init__(self, vision: VisionParams, *, config: RuntimeConfig, num_places: int) -> None:
-        self._vision, self._config, self._num_places = vision, config, num_places
+    shared: makes an array where every device that runs steps reads it. Several processes encode every image each, in
+    the same order, and keep a table each on their devices.
+    """
+
+    def __init__(
+        self, vision: VisionParams, *, config: RuntimeConfig, num_places: int, shared: Callable[[Any], Any]
+    ) -> None:
+        self._vision, self._config, self._num_places, self._shared = vision, config, num_places, shared
         self._span_len = config.model.vision.max_image_tokens
         self._places: OrderedDict[str, _Place] = OrderedDict()  # by digest, least recently used first
         self._features: Float[Array, "table D"] | None = None
@@ -58,7 +65,9 @@ class ImageTable:
         """The rows of all places; the next image that is encoded gives the array away."""
         if self._features is None:
             rows = self._num_places * self._span_len
-            self._features = jnp.zeros((rows, self._config.model.hidden_size), self._config.activation_dtype)
+            shape, dtype = (rows, self._config.model.hidden_size), self._config.activation_dtype
+            table = self._features = self._shared(lambda: jnp.zeros(shape, dtype))
+            return table
         return self._features
 
     def reset(self) -> None:

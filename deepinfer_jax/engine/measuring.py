@@ -1,11 +1,13 @@
 """What a decode step costs by its rows, measured on the compiled steps of an engine (spec: dspark 6.4)."""
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from deepinfer_jax.config.args import EngineConfig
@@ -14,6 +16,7 @@ from deepinfer_jax.engine.cost_cache import CurveFacts
 from deepinfer_jax.engine.pipeline import Pipeline
 from deepinfer_jax.engine.setup import LoadedModel
 from deepinfer_jax.engine.sizes import EngineSizes
+from deepinfer_jax.parallel.processes import Agreement
 from deepinfer_jax.sampling.params import SamplingParams
 from deepinfer_jax.scheduler.batching import RequestOptions
 from deepinfer_jax.scheduler.budget import CostCurve
@@ -31,7 +34,8 @@ def cost_curve(
 ) -> CostCurve:
     """The curve of an engine, from the cache folder if there is one that is new enough, else measured.
 
-    Measuring runs steps on the pipeline's state, which is empty afterwards. progress: wraps the list of sizes.
+    Measuring runs steps on the pipeline's state, which is empty afterwards. progress: wraps the list of sizes. Several
+    processes measure together, and take the curve of process 0.
     """
     facts = CurveFacts(
         device=cost_cache.device_name(model.device),
@@ -42,21 +46,27 @@ def cost_curve(
         spec_mode=model.speculation.rule,
         context_len=_context_len(sizes),
     )
+    agreement = Agreement("costs")
     folder = None if config.decode_cost_cache_dir is None else Path(config.decode_cost_cache_dir)
     if folder is not None:
         known = cost_cache.load_curve(folder, facts, max_age_s=config.decode_cost_cache_ttl_s)
-        if known is not None:
-            return known
-    curve = CostCurve(
+        if told := agreement.first(_text_of(known)):
+            return CostCurve.from_json(json.loads(told))
+    measured = CostCurve(
         points=tuple((rows, measure(pipeline, sizes, rows)) for rows in progress(facts.sizes)),
         platform=facts.device,
         mesh=facts.mesh,
         dtype=str(model.runtime.numerics),
     )
     pipeline.reset()
-    if folder is not None:
+    curve = CostCurve.from_json(json.loads(agreement.first(_text_of(measured))))
+    if folder is not None and jax.process_index() == 0:
         cost_cache.store_curve(folder, facts, curve)
     return curve
+
+
+def _text_of(curve: CostCurve | None) -> str:
+    return "" if curve is None else json.dumps(curve.to_json())
 
 
 def measured_rows(sizes: EngineSizes) -> tuple[int, ...]:

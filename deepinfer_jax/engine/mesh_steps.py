@@ -59,6 +59,10 @@ class MeshSteps:
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
         return jax.jit(make, out_shardings=shardings)()
 
+    def shared(self, make: Any) -> Any:
+        """The array that `make()` makes, whole on every device."""
+        return jax.jit(make, out_shardings=NamedSharding(self.mesh, P()))()
+
     def run_step(self, params: Any, carried: Any, packed: Any, images: Any = None, **static: Any) -> Any:
         """See `steps.run_step`."""
         return _run_step(params, carried, packed, images, mesh=self.mesh, **static)

@@ -34,6 +34,11 @@ class OneDeviceSteps:
         with self.on_device():
             return make()
 
+    def shared(self, make: Any) -> Any:
+        """The array that `make()` makes, which all ranks read."""
+        with self.on_device():
+            return make()
+
     def by_rank(self, told: Any) -> Any:
         """Results that were fetched to the host, with a leading axis of ranks."""
         return jax.tree.map(lambda leaf: leaf[None], told)

@@ -6,7 +6,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,8 +95,8 @@ class Pipeline:
         self._carried = self._blank()
         self._images: ImageTable | None = None
         if model.params.vision is not None:
-            places = sizes.num_image_places
-            self._images = ImageTable(model.params.vision, config=config, num_places=places)
+            places, shared = sizes.num_image_places, self._steps.shared
+            self._images = ImageTable(model.params.vision, config=config, num_places=places, shared=shared)
 
     @property
     def figures(self) -> dict[str, int | float]:
@@ -150,7 +150,8 @@ class Pipeline:
 
     def _warm_up_step(self, shape: StepShape, compiled: Callable[[str, float], None]) -> None:
         start = time.perf_counter()
-        packed = self._pack([RankPlan()] * self._steps.num_ranks, shape, {} if shape.has_images else None)
+        idle = [RankPlan()] * self._steps.num_ranks
+        packed = self._steps.place(self._contents(idle, shape, {} if shape.has_images else None))
         if isinstance(self._steps, MeshSteps) and jax.process_count() > 1:
             table = self._table_of(shape)
             self._steps.compile_step(self._params, self._carried, packed, table, shape=shape, **self._static)
@@ -168,13 +169,14 @@ class Pipeline:
         """Puts a plan on the device: its copies, then its rows. With waits_for_masks, `sample` has to follow."""
         self._rebalance()
         shape = self.shape_of(plan)
-        self._agreement.check(f"step {plan.step}, {shape.name}, {len(plan.chunks)} chunks")
         with self._guard(), self._steps.on_device():
+            rows, errors = self._image_rows(plan, shape)
+            contents = self._contents(plan.ranks, shape, rows)
+            self._agreement.check(_told_of(plan, shape, errors), contents)
             if plan.num_copies:
                 size = next(size for size in self._copy_sizes() if size >= plan.num_copies)
                 self._copy([rank.copies for rank in plan.ranks], size)
-            rows, errors = self._image_rows(plan, shape)
-            packed, table = self._pack(plan.ranks, shape, rows), self._table_of(shape)
+            packed, table = self._steps.place(contents), self._table_of(shape)
             if waits_for_masks:
                 logits, features, computed, self._carried = self._steps.run_forward(
                     self._params, self._carried, packed, table, shape=shape, **self._forward
@@ -351,8 +353,11 @@ class Pipeline:
     def _table_of(self, shape: StepShape) -> jax.Array | None:
         return self._images.features if self._images is not None and shape.has_images else None
 
-    def _pack(self, ranks: Sequence[RankPlan], shape: StepShape, image_rows: dict[str, int] | None = None) -> Any:
-        packed = [
+    def _contents(
+        self, ranks: Sequence[RankPlan], shape: StepShape, image_rows: dict[str, int] | None = None
+    ) -> list[Int32[np.ndarray, " L"]]:
+        """The packed arrays of the ranks, on the host."""
+        return [
             pack_step(
                 plan,
                 table,
@@ -364,7 +369,6 @@ class Pipeline:
             )
             for plan, table in zip(ranks, self._page_tables, strict=True)
         ]
-        return self._steps.place(packed)
 
     def _blank(self) -> Carried:
         speculation, runtime = self._model.speculation, self._model.runtime
@@ -382,6 +386,13 @@ class Pipeline:
 def num_compiled() -> int:
     """How many versions of the step functions this process has compiled so far."""
     return steps.num_compiled() + mesh_steps.num_compiled()
+
+
+def _told_of(plan: Plan, shape: StepShape, image_errors: Mapping[str, Exception]) -> str:
+    """A step in words, with what it shows, in which processes must agree."""
+    digests = [image.digest for rank in plan.ranks for image in rank.images]
+    images = "".join(f", image {digest[:12]}{' (failed)' * (digest in image_errors)}" for digest in digests)
+    return f"step {plan.step}, {shape.name}, {len(plan.chunks)} chunks{images}"
 
 
 def _best_of(best: Any, row: int, count: int) -> tuple[tuple[float, int], ...]:

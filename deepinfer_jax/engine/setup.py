@@ -73,7 +73,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
             load_format=load_format,
             seed=config.seed or 0,
             with_draft=config.num_draft_tokens > 0,
-            with_vision=jax.process_count() == 1 and bridge is None,
+            with_vision=bridge is None,
             spare_experts=config.num_extra_experts if mesh is not None else 0,
             engram_on_host=on_host,
         )

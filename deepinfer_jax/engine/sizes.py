@@ -10,6 +10,7 @@ from deepinfer_jax.engine.costs import CacheFigures, cache_figures
 from deepinfer_jax.engine.drafting import Speculation
 from deepinfer_jax.engine.image_table import table_bytes
 from deepinfer_jax.engine.setup import LoadedModel
+from deepinfer_jax.parallel.processes import Agreement
 from deepinfer_jax.scheduler.policy import SchedulerConfig
 
 MAX_SNAPSHOTS = 64  # state slots that the prefix cache may hold
@@ -76,7 +77,7 @@ def engine_sizes(config: EngineConfig, model: LoadedModel) -> EngineSizes:
         max_decode_rows=max_decode_rows,
         state_slots_ratio=config.state_slots_ratio,
         max_prompts=buckets.prefill_requests,
-        max_images=max(1, num_image_places),
+        max_images=max(1, num_image_places // runtime.dp),
         rollback_tokens=runtime.rollback_tokens,
         is_chunked=config.chunked_prefill,
         prefill_interval=config.prefill_attempt_interval,
@@ -93,11 +94,11 @@ def engine_sizes(config: EngineConfig, model: LoadedModel) -> EngineSizes:
 
 
 def _num_image_places(config: EngineConfig, model: LoadedModel) -> int:
-    """As many as are wanted, and as memory for them allows."""
+    """As many as are wanted, and as memory for them allows, but one at least for each rank: ranks share the table."""
     if model.params.vision is None:
         return 0
-    affordable = max(1, IMAGE_TABLE_BYTES // table_bytes(model.runtime, 1))
-    return min(config.multi_modal_buffer_size, affordable)
+    affordable = IMAGE_TABLE_BYTES // table_bytes(model.runtime, 1)
+    return max(model.runtime.dp, min(config.multi_modal_buffer_size, affordable))
 
 
 def _decode_interval(config: EngineConfig, speculation: Speculation) -> int | None:
@@ -124,7 +125,7 @@ def _num_kv_tokens(
         capacity, advice = config.num_kv_tokens, "raise num_kv_tokens"
     else:
         wanted = max(needed, max_num_seqs * _round_up(max_model_len, page))
-        free = _free_bytes(model.device) * config.gpu_memory_utilization * (1 - STEP_SHARE)
+        free = Agreement("memory").least(_free_bytes(model.device)) * config.gpu_memory_utilization * (1 - STEP_SHARE)
         free -= table_bytes(model.runtime, _num_image_places(config, model))
         room = int((free - num_slots * cache.bytes_per_request) / cache.bytes_per_token)
         capacity, advice = min(wanted, room // page * page), "raise gpu_memory_utilization, lower max_num_seqs"

@@ -19,6 +19,7 @@ from deepinfer_jax.engine.masking import MaskMaker, arrays_of, needs_host
 from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal, Round
 from deepinfer_jax.engine.pipeline import Launched, Pipeline, num_compiled
 from deepinfer_jax.engine.stats import EngineStats
+from deepinfer_jax.parallel.processes import ProcessesDifferError
 from deepinfer_jax.sampling.constraints import DrawState
 from deepinfer_jax.sampling.grammar import GrammarError
 from deepinfer_jax.scheduler import sequence as scheduling
@@ -108,6 +109,8 @@ class StepLoop:
         try:
             launched = self._pipeline.launch(plan, waits_for_masks=waits_for_masks)
         except BaseException as error:
+            if isinstance(error, ProcessesDifferError):
+                raise  # the steps in front wait for processes that may never launch them
             self.read_all()
             self._fail(plan, error)
             if not isinstance(error, Exception):

@@ -16,7 +16,10 @@ class Case:
     implementations: by name, functions of the inputs that `make` gives; `reference` is what all are compared with.
     tolerance: greatest relative error, |out - reference| / |reference| over all elements of all floating outputs;
     integer outputs must be equal.
+    keep_rows: the inputs of as many rows, of which only the first n are live. cut_rows: those of a call with n rows.
     num_bytes: of all inputs read once and all outputs written once. flops: multiplications and additions.
+    has_target: docs/kernels.md states what its time should be; benchmarks begin with these.
+    reference_calls: how often one timed program computes the reference at most: 1 where that is long to compile.
     """
 
     op: str
@@ -27,8 +30,11 @@ class Case:
     flops: int
     rate: Literal["bf16", "fp8"] = "bf16"  # the arithmetic whose measured rate bounds the case
     tolerance: float = 5e-3
-    keep_rows: Callable[[tuple[Any, ...], Array], tuple[Any, ...]] | None = None  # the inputs with n live rows only
+    keep_rows: Callable[[tuple[Any, ...], Array], tuple[Any, ...]] | None = None
+    cut_rows: Callable[[tuple[Any, ...], int], tuple[Any, ...]] | None = None
     num_rows: int = 0  # rows of the outputs, where `keep_rows` is given
+    has_target: bool = False
+    reference_calls: int = 8
     families: tuple[str, ...] = ()  # PTX instructions that a compiled kernel must contain
     # The same work by PyTorch, for comparison: the torch module and a number of copies -> one call for each copy.
     peers: Mapping[str, Callable[[Any, int], list[Callable[[], Any]]]] = dataclasses.field(default_factory=dict)

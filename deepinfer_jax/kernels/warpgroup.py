@@ -30,10 +30,6 @@ TILE_TRANSFORMS = (
     plgpu.TilingTransform((8, LINE)),  # pyright: ignore[reportAbstractUsage]
     plgpu.SwizzleTransform(LINE),  # pyright: ignore[reportAbstractUsage]
 )
-BF16_TRANSFORMS = (
-    plgpu.TilingTransform((8, LINE // 2)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(LINE),  # pyright: ignore[reportAbstractUsage]
-)
 # Half of the rows of a product: rows 0 to 7 of each 16, or rows 8 to 15.
 HALF_ROWS = ROWS // 2
 HALF_LAYOUT = plgpu.Layout.TILED(
@@ -128,186 +124,51 @@ class Fp4Product:
         scale_at = mosaic.iadd(mosaic.imul(row, self.scale_bytes), mosaic.imul(chunk.registers.item(), NUM_GROUPS))
         scale_at = mosaic.iadd(mosaic.shared_address(scales), scale_at)
         column_at = mosaic.iadd(mosaic.shared_address(x_scales), mosaic.imul(lane.quad, 8))
-        descriptor = _descriptor(mosaic.shared_address(x))
+        x_at = descriptor(mosaic.shared_address(x))
         row_words = [mosaic.load_pair(scale_at, tile * tile_scale_bytes) for tile in range(2)]
         sums = mosaic.scalars(acc)
-        for at_once in _batches(self.sum_registers, self.num_columns):
+        for at_once in batches(self.sum_registers, self.num_columns, NUM_GROUPS):
             operands, descriptors = [], []
             for g in at_once:
                 at = mosaic.ixor(words, g * 16)
                 pair = [mosaic.fp4_as_e4m3(mosaic.load(at, tile * tile_bytes)) for tile in range(2)]
                 operands.append([pair[0][0], pair[1][0], pair[0][1], pair[1][1]])
                 line, piece = divmod(g * GROUP, LINE)
-                descriptors.append(_advance(descriptor, line * x_line_bytes + piece))
-            for g, part in zip(at_once, _multiply(operands, descriptors, self.num_columns), strict=True):
+                descriptors.append(advance(x_at, line * x_line_bytes + piece))
+            for g, part in zip(at_once, multiply(operands, descriptors, self.num_columns), strict=True):
                 row_scales = [mosaic.e8m0_as_f32(half[g // 4], g % 4) for half in row_words]
-                add_scaled(sums, part, row_scales, _column_scales(column_at, g * x_scale_bytes, self.num_columns))
+                add_scaled(sums, part, row_scales, column_scales(column_at, g * x_scale_bytes, self.num_columns))
         return mosaic.fragmented(sums, (ROWS, self.num_columns), acc.layout)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8Product:
-    """One chunk of 256 columns: 64 rows of E4M3 weights times `num_columns` rows of x, for each warpgroup.
-
-    weights [2, rows, 128] and x [2, T, 128] are E4M3, halves of the chunk, TILE_TRANSFORMS; scales [8, rows / 32] and
-    x_scales [8, T] float32.
-    """
-
-    num_columns: int
-    sum_registers: int  # for the sums of groups; as many instructions are in flight as they hold
-
-    def add(
-        self,
-        acc: Float32[Array, "M N"],
-        *,
-        weights: Any,
-        scales: Any,
-        x: Any,
-        x_scales: Any,
-        warpgroup: Array,
-        interpret: mosaic.Interpret,
-    ) -> Float32[Array, "M N"]:
-        """acc [64, num_columns] with the products of the chunk added; the other operands are in shared memory."""
-        if interpret is not None:
-            operands = (ref[...] for ref in (weights, scales, x, x_scales))
-            total = self._interpreted(acc, *operands, warpgroup=warpgroup)
-            plgpu.commit_smem()  # see Fp4Product.add
-            return total
-        layout = plgpu.Layout.WGMMA
-        result = plgpu.ShapeDtypeStruct((ROWS, self.num_columns), jnp.float32, layout=layout)
-        tiled, flat = plgpu.RefType(TILE_TRANSFORMS), plgpu.RefType()
-        emit = plgpu.inline_mgpu(arg_types=(layout, tiled, flat, tiled, flat), return_type=result)(self._emit)
-        return emit(acc, weights, scales, x, x_scales)
-
-    def _interpreted(
-        self, acc: Float32[Array, "M N"], weights: Array, scales: Array, x: Array, x_scales: Array, *, warpgroup: Array
-    ) -> Float32[Array, "M N"]:
-        first = warpgroup * ROWS
-        codes = lax.dynamic_slice_in_dim(jnp.concatenate([weights[0], weights[1]], axis=1), first, ROWS)
-        rows = decode_e4m3(codes).reshape(ROWS, NUM_GROUPS, GROUP)
-        codes = jnp.concatenate([x[0, : self.num_columns], x[1, : self.num_columns]], axis=1)
-        columns = decode_e4m3(codes).reshape(self.num_columns, NUM_GROUPS, GROUP)
-        blocks = lax.dynamic_slice_in_dim(scales, first // GROUP, ROWS // GROUP, axis=1)
-        row_scales = jnp.repeat(blocks, GROUP, axis=1)
-        for g in range(NUM_GROUPS):
-            sums = lax.dot_general(rows[:, g], columns[:, g], (((1,), (1,)), ((), ())))
-            acc = acc + sums * (row_scales[g][:, None] * x_scales[g, : self.num_columns][None, :])
-        return acc
-
-    def _emit(self, ctx: Any, acc: Any, weights: Any, scales: Any, x: Any, x_scales: Any) -> Any:
-        del ctx
-        lane = mosaic.Lane.current()
-        half_bytes, x_half_bytes = (ir.MemRefType(ref.type).shape[1] * 8 * LINE for ref in (weights, x))
-        scale_row_bytes, x_scale_bytes = (ir.MemRefType(ref.type).shape[1] * 4 for ref in (scales, x_scales))
-        # Two warps multiply 32 rows, which share a scale.
-        block = mosaic.shr(lane.warp, 1)
-        scale_at = mosaic.iadd(mosaic.shared_address(scales), mosaic.imul(block, 4))
-        column_at = mosaic.iadd(mosaic.shared_address(x_scales), mosaic.imul(lane.quad, 8))
-        first_row = mosaic.imul(mosaic.shr(lane.warp, 2), ROWS * LINE)
-        left = _descriptor(mosaic.iadd(mosaic.shared_address(weights), first_row))
-        right = _descriptor(mosaic.shared_address(x))
-        sums = mosaic.scalars(acc)
-        for at_once in _batches(self.sum_registers, self.num_columns):
-            places = [divmod(g * GROUP, LINE) for g in at_once]
-            rows = [[_advance(left, half * half_bytes + piece)] for half, piece in places]
-            columns = [_advance(right, half * x_half_bytes + piece) for half, piece in places]
-            for g, part in zip(at_once, _multiply(rows, columns, self.num_columns), strict=True):
-                row_scale = mosaic.as_f32(mosaic.load(scale_at, g * scale_row_bytes))
-                column_scales = _column_scales(column_at, g * x_scale_bytes, self.num_columns)
-                add_scaled(sums, part, (row_scale, row_scale), column_scales)
-        return mosaic.fragmented(sums, (ROWS, self.num_columns), acc.layout)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bf16Product:
-    """One chunk of 128 columns: 64 rows of bfloat16 weights times `num_columns` rows of x, for each warpgroup.
-
-    weights [2, rows, 64] and x [2, T, 64] are halves of the chunk, BF16_TRANSFORMS. Sums stay in the tensor cores'
-    float32 accumulators from chunk to chunk.
-    """
-
-    num_columns: int
-
-    def add(
-        self, acc: Float32[Array, "M N"], *, weights: Any, x: Any, warpgroup: Array, interpret: mosaic.Interpret
-    ) -> Float32[Array, "M N"]:
-        """acc [64, num_columns] with the products of the chunk added; the other operands are in shared memory."""
-        if interpret is not None:
-            codes, columns = weights[...], x[...]
-            rows = lax.dynamic_slice_in_dim(jnp.concatenate([codes[0], codes[1]], axis=1), warpgroup * ROWS, ROWS)
-            columns = jnp.concatenate([columns[0], columns[1]], axis=1)
-            plgpu.commit_smem()  # see Fp4Product.add
-            contract = (((1,), (1,)), ((), ()))
-            return acc + lax.dot_general(rows, columns, contract, preferred_element_type=jnp.float32)
-        layout, tiled = plgpu.Layout.WGMMA, plgpu.RefType(BF16_TRANSFORMS)
-        result = plgpu.ShapeDtypeStruct((ROWS, self.num_columns), jnp.float32, layout=layout)
-        return plgpu.inline_mgpu(arg_types=(layout, tiled, tiled), return_type=result)(self._emit)(acc, weights, x)
-
-    def _emit(self, ctx: Any, acc: Any, weights: Any, x: Any) -> Any:
-        del ctx
-        lane = mosaic.Lane.current()
-        half_bytes, x_half_bytes = (ir.MemRefType(ref.type).shape[1] * 8 * LINE for ref in (weights, x))
-        first_row = mosaic.imul(mosaic.shr(lane.warp, 2), ROWS * LINE)
-        left = _descriptor(mosaic.iadd(mosaic.shared_address(weights), first_row))
-        right = _descriptor(mosaic.shared_address(x))
-        places = [(half, piece) for half in range(2) for piece in range(0, LINE, 32)]  # 16 columns each
-        rows = [_advance(left, half * half_bytes + piece) for half, piece in places]
-        columns = [_advance(right, half * x_half_bytes + piece) for half, piece in places]
-        sums = _accumulate(mosaic.scalars(acc), rows, columns, self.num_columns)
-        return mosaic.fragmented(sums, (ROWS, self.num_columns), acc.layout)
-
-
-def _accumulate(sums: Sequence[Register], rows: Sequence[Any], columns: Sequence[Any], num_columns: int) -> list[Any]:
-    """sums + products of bfloat16 operands, one instruction of 16 columns for each pair of descriptors; waits."""
-    count = len(sums)
-    results = ", ".join(f"${r}" for r in range(count))
-    lines = ["{", ".reg .pred p;", "setp.ne.b32 p, 1, 0;", "wgmma.fence.sync.aligned;"]
-    lines += [
-        f"wgmma.mma_async.sync.aligned.m64n{num_columns}k16.f32.bf16.bf16 "
-        f"{{{results}}}, ${2 * count + i}, ${2 * count + len(rows) + i}, p, 1, 1, 0, 0;"
-        for i in range(len(rows))
-    ]
-    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
-    constraints = ["=f"] * count + [str(r) for r in range(count)] + ["l"] * (len(rows) + len(columns))
-    number = ir.F32Type.get()
-    struct = llvm.inline_asm(
-        llvm.StructType.get_literal([number] * count),
-        [*sums, *rows, *columns],
-        "\n".join(lines),
-        ",".join(constraints),
-        asm_dialect=0,
-        has_side_effects=True,
-    )
-    return [llvm.extractvalue(number, struct, [i]) for i in range(count)]
-
-
-def _batches(sum_registers: int, num_columns: int) -> list[range]:
+def batches(sum_registers: int, num_columns: int, num_groups: int) -> list[range]:
     """The groups of a chunk, as many together as registers hold sums of: a power of two, at most half of the chunk."""
     fitting = max(1, sum_registers // (num_columns // 2))
-    at_once = min(NUM_GROUPS // 2, 1 << (fitting.bit_length() - 1))
-    return [range(first, first + at_once) for first in range(0, NUM_GROUPS, at_once)]
+    at_once = min(num_groups // 2, 1 << (fitting.bit_length() - 1))
+    return [range(first, first + at_once) for first in range(0, num_groups, at_once)]
 
 
 def add_scaled(
-    sums: list[Register], part: Sequence[Register], row_scales: Sequence[Register], column_scales: Sequence[Register]
+    sums: list[Register], part: Sequence[Register], row_scales: Sequence[Register], of_columns: Sequence[Register]
 ) -> None:
     """sums += part * (row scale * column scale), all float32 and in the order of an instruction's results.
 
-    For each 8 columns a thread holds two columns of its first row and two of its second; `column_scales` has two for
+    For each 8 columns a thread holds two columns of its first row and two of its second; `of_columns` has two for
     each 8 columns.
     """
     for i in range(len(sums)):
         block, half, column = i // 4, i // 2 % 2, i % 2
-        scale = arith.mulf(row_scales[half], column_scales[2 * block + column])
+        scale = arith.mulf(row_scales[half], of_columns[2 * block + column])
         sums[i] = llvm.intr_fma(part[i], scale, sums[i])
 
 
-def _column_scales(address: Register, offset: int, num_columns: int) -> list[Register]:
+def column_scales(address: Register, offset: int, num_columns: int) -> list[Register]:
+    """The two that `add_scaled` needs for each 8 columns; address: that of the thread's first one in shared memory."""
     words = [w for block in range(num_columns // 8) for w in mosaic.load_pair(address, offset + block * 32)]
     return [mosaic.as_f32(word) for word in words]
 
 
-def _multiply(rows: Sequence[Sequence[Register]], columns: Sequence[Any], num_columns: int) -> list[list[Any]]:
+def multiply(rows: Sequence[Sequence[Register]], columns: Sequence[Any], num_columns: int) -> list[list[Any]]:
     """Products of E4M3 operands, one instruction of 32 columns for each: float32 sums, in the instruction's order.
 
     rows: the four words of each left operand in registers, or its one descriptor. columns: descriptors. Waits for the
@@ -339,14 +200,15 @@ def _multiply(rows: Sequence[Sequence[Register]], columns: Sequence[Any], num_co
     return [values[i * count : (i + 1) * count] for i in range(len(rows))]
 
 
-def _descriptor(address: Register) -> Any:
+def descriptor(address: Register) -> Any:
     """What tells a tensor core where an operand is: swizzled lines of 128 bytes, 8 lines in each 1024 bytes."""
     i64 = ir.IntegerType.get_signless(64)
     fixed = (1 << 62) | ((8 * LINE >> 4) << 32) | (1 << 16)
     return arith.ori(arith.extui(i64, mosaic.shr(address, 4)), arith.constant(i64, ir.IntegerAttr.get(i64, fixed)))
 
 
-def _advance(descriptor: Any, num_bytes: int) -> Any:
+def advance(descriptor: Any, num_bytes: int) -> Any:
+    """The descriptor of what lies so many bytes, a multiple of 16, behind."""
     i64 = ir.IntegerType.get_signless(64)
     return arith.addi(descriptor, arith.constant(i64, ir.IntegerAttr.get(i64, num_bytes >> 4)))
 
@@ -402,7 +264,7 @@ def _emit_quantized(ctx: Any, values: Any, codes: Any, scales: Any, scratch: Any
     row_bytes = ir.MemRefType(scratch.type).shape[1] * 4
     column_at = mosaic.imul(lane.quad, 8)
     own = mosaic.iadd(mosaic.iadd(mosaic.shared_address(scratch), mosaic.imul(warp, row_bytes)), column_at)
-    amax = [_maximum_of_rows(_absolute(number)) for number in numbers]
+    amax = [_maximum_of_rows(absolute(number)) for number in numbers]
     for i, value in enumerate(amax):
         mosaic.store(value, own, _column_offset(i))
     mgpu.utils.warpgroup_barrier()
@@ -415,7 +277,7 @@ def _emit_quantized(ctx: Any, values: Any, codes: Any, scales: Any, scratch: Any
     for i, number in enumerate(numbers):
         offset = _column_offset(i)
         parts = [mosaic.as_f32(mosaic.load(everyone, offset + row * row_bytes)) for row in range(4)]
-        exponent = _scale_exponent(_maximum(_maximum(parts[0], parts[1]), _maximum(parts[2], parts[3])))
+        exponent = scale_exponent(maximum(maximum(parts[0], parts[1]), maximum(parts[2], parts[3])))
         inverse = mosaic.as_f32(mosaic.shl(arith.subi(mosaic.i32(254), exponent), 23))
         mosaic.store(_e4m3_byte(arith.mulf(number, inverse)), code_at, offset * (GROUP // 4))
         scale = arith.mulf(mosaic.as_f32(mosaic.shl(exponent, 23)), mosaic.f32(FP4_CODE_FACTOR))
@@ -427,30 +289,39 @@ def _column_offset(i: int) -> int:
     return (i // 2) * 32 + (i % 2) * 4
 
 
-def _scale_exponent(amax: Register) -> Register:
+def scale_exponent(amax: Register) -> Register:
     """Biased exponent of the smallest power of two that is at least amax / 448 (see `ops.quant.quantize_fp8`)."""
-    bits = mosaic.as_i32(arith.mulf(_maximum(amax, mosaic.f32(FP8_AMAX_FLOOR)), mosaic.f32(1.0 / FP8_MAX)))
+    bits = mosaic.as_i32(arith.mulf(maximum(amax, mosaic.f32(FP8_AMAX_FLOOR)), mosaic.f32(1.0 / FP8_MAX)))
     return mosaic.shr(mosaic.iadd(bits, mosaic.i32(0x7FFFFF)), 23)
 
 
-def _absolute(x: Register) -> Register:
+def absolute(x: Register) -> Register:
+    """|x|."""
     return mosaic.as_f32(mosaic.iand(mosaic.as_i32(x), 0x7FFFFFFF))
 
 
-def _maximum(x: Register, y: Register) -> Register:
+def maximum(x: Register, y: Register) -> Register:
+    """The larger one; NaN if either is."""
     return arith.maximumf(x, y)
 
 
 def _maximum_of_rows(x: Register) -> Register:
     """The greatest x of the 8 threads of a warp that hold the same columns."""
     for distance in (4, 8, 16):
-        x = _maximum(x, mgpu.utils.shfl_bfly(x, distance))
+        x = maximum(x, mgpu.utils.shfl_bfly(x, distance))
     return x
 
 
 def _e4m3_byte(x: Register) -> Any:
     """The E4M3 code of a float32, rounded to nearest even; magnitudes above 448 become 448."""
+    return arith.trunci(ir.IntegerType.get_signless(8), _e4m3_codes(x, mosaic.f32(0.0)))
+
+
+def e4m3_pair(low: Register, high: Register) -> Register:
+    """The E4M3 codes of two float32 numbers, as `_e4m3_byte` gives them, in the low half of a word."""
+    return arith.extui(ir.IntegerType.get_signless(32), _e4m3_codes(low, high))
+
+
+def _e4m3_codes(low: Register, high: Register) -> Any:
     half = ir.IntegerType.get_signless(16)
-    zero = mosaic.f32(0.0)
-    code = llvm.inline_asm(half, [zero, x], "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", asm_dialect=0)
-    return arith.trunci(ir.IntegerType.get_signless(8), code)
+    return llvm.inline_asm(half, [high, low], "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", asm_dialect=0)

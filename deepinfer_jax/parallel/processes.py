@@ -7,14 +7,19 @@ seconds; the others then end with exit status 1 and say whom they miss.
 """
 
 import ctypes
+import functools
+import itertools
 import os
 import signal
 import sys
 import threading
 import time
+import zlib
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 LOST_AFTER_S = 10.0
 EXIT_LOST = 1
@@ -58,20 +63,29 @@ def leave_processes() -> int:
 
 
 _watches: list["_Watch"] = []  # of this process, which may join others once
+_agreements = itertools.count()  # of this process; every process makes the same ones in the same order
+
+
+class ProcessesDifferError(RuntimeError):
+    """This process is about to do something else than process 0: neither can go on."""
 
 
 class Agreement:
     """What the processes are about to do, compared one thing after the other."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._count = name, 0
+        self._name, self._count = f"{name}-{next(_agreements)}", 0
 
-    def check(self, what: str) -> None:
-        """Raises RuntimeError where process 0 is about to do something else; nothing to do for one process."""
+    def check(self, what: str, contents: Iterable[np.ndarray] = ()) -> None:
+        """Raises ProcessesDifferError where process 0 is about to do something else; nothing to do for one process.
+
+        what: in words. contents: all that is not said there, compared by a checksum.
+        """
         if jax.process_count() == 1:
             return
-        key, self._count = f"deepinfer/{self._name}/{self._count}", self._count + 1
-        client = _client()
+        checksum = functools.reduce(lambda value, part: zlib.crc32(part.tobytes(), value), contents, 0)
+        what = f"{what} ({checksum:08x})"
+        key, client = self._next_key(), _client()
         if jax.process_index() == 0:
             client.key_value_set(key, what)
             if self._count > _KEPT:
@@ -79,16 +93,39 @@ class Agreement:
             return
         first = client.blocking_key_value_get(key, _AGREE_TIMEOUT_MS)
         if first != what:
-            raise RuntimeError(
+            raise ProcessesDifferError(
                 f"process {jax.process_index()} is about to launch {what}, process 0 {first}: their requests differ; "
-                "give every process the same requests in the same order"
+                "give every process the same requests in the same order, with the same images"
             )
+
+    def least(self, value: int) -> int:
+        """The smallest value of all processes."""
+        if jax.process_count() == 1:
+            return value
+        key, client = self._next_key(), _client()
+        client.key_value_set(f"{key}/{jax.process_index()}", str(value))
+        told = (client.blocking_key_value_get(f"{key}/{i}", _AGREE_TIMEOUT_MS) for i in range(jax.process_count()))
+        return min(int(one) for one in told)
+
+    def first(self, text: str) -> str:
+        """The text of process 0."""
+        if jax.process_count() == 1:
+            return text
+        key = self._next_key()
+        if jax.process_index() > 0:
+            return _client().blocking_key_value_get(key, _AGREE_TIMEOUT_MS)
+        _client().key_value_set(key, text)
+        return text
 
     def wait(self) -> None:
         """Waits until all processes are here: a collective of the CPU gives up where one comes half a minute late."""
         if jax.process_count() > 1:
             self._count += 1
             _client().wait_at_barrier(f"deepinfer-{self._name}-{self._count}", _AGREE_TIMEOUT_MS)
+
+    def _next_key(self) -> str:
+        self._count += 1
+        return f"deepinfer/{self._name}/{self._count - 1}"
 
 
 class _Watch(threading.Thread):

@@ -34,6 +34,7 @@ class Assembled:
     registers: int  # of a thread at the start
     spill_bytes: int
     missing: tuple[str, ...]  # families of PTX instructions that the case asks for and no kernel of it has
+    launches: int  # of a call of the case, see `hlo.launches`
 
 
 def why_not() -> str | None:
@@ -68,6 +69,8 @@ def _compile_case(op: str, name: str, implementation: str, device: Any, director
     import jax
     from jax.sharding import SingleDeviceSharding
 
+    from deepinfer_jax.testing import hlo
+
     cases = importlib.import_module(f"deepinfer_jax.kernels.{op}.cases").CASES
     case = next(case for case in cases if case.name == name)
     key = jax.eval_shape(functools.partial(jax.random.key, 0))
@@ -79,19 +82,27 @@ def _compile_case(op: str, name: str, implementation: str, device: Any, director
     inputs = jax.tree.map(placed, jax.eval_shape(case.make, key))
     os.environ["MOSAIC_GPU_DUMP_TO"] = directory
     with jax.default_device(device):
-        jax.jit(case.implementations[implementation]).lower(*inputs).compile()
+        compiled = jax.jit(case.implementations[implementation]).lower(*inputs).compile()
+    launches = hlo.launches(compiled.as_text() or "")
     listings = [path.read_text() for path in sorted(Path(directory).glob("*.ptx"))]
     missing = tuple(family for family in case.families if not any(family in text for text in listings))
     logs = [path.read_text() for path in sorted(Path(directory).glob("*.ptxas"))]
-    return [_read_log(log, op, name, missing) for log in logs]
+    return [_read_log(log, op, name, missing, launches) for log in logs]
 
 
-def _read_log(log: str, op: str, case: str, missing: tuple[str, ...]) -> Assembled:
+def _read_log(log: str, op: str, case: str, missing: tuple[str, ...], launches: int) -> Assembled:
     spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     registers = re.search(r"Used (\d+) registers", log)
     if not spills or registers is None:
         raise RuntimeError(f"the assembler's report on a kernel of {op} {case} has another form: {log[-500:]}")
-    return Assembled(op=op, case=case, registers=int(registers[1]), spill_bytes=max(spills), missing=missing)
+    return Assembled(
+        op=op,
+        case=case,
+        registers=int(registers[1]),
+        spill_bytes=max(spills),
+        missing=missing,
+        launches=launches,
+    )
 
 
 def main() -> None:

@@ -17,6 +17,9 @@ COLLECTIVES = (
 # Operations that write all of their operand anew. A conversion is a copy in another dtype.
 _COPIES = frozenset({"copy", "copy-start", "convert", "transpose", "pad", "concatenate", "select"})
 
+# Names for what exists already.
+_FREE = frozenset({"bitcast", "constant", "get-tuple-element", "parameter", "tuple"})
+
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"\bcalls=%?([\w.\-]+)")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
@@ -80,6 +83,12 @@ def repetitions(found: Collection[Instruction], text: str) -> dict[str, int]:
 
     run(entry, 1)
     return dict(total)
+
+
+def launches(text: str) -> int:
+    """Instructions of the main computation that are work for a device: kernels, copies, collectives; a loop is one."""
+    entry = next(line.split()[1].lstrip("%") for line in text.splitlines() if line.startswith("ENTRY "))
+    return sum(one.computation == entry and one.opcode not in _FREE for one in instructions(text))
 
 
 def _shape(dims: str) -> tuple[int, ...]:

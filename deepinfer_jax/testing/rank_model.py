@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float32, Int, UInt32
 
 from deepinfer_jax.config.model import ModelConfig
@@ -19,6 +20,7 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.batch import StepBatch
 from deepinfer_jax.model.leaves import LeafSpec
 from deepinfer_jax.model.params import Params, build_params, random_part, schema
+from deepinfer_jax.model.shardings import part_sharding, placed_spec
 from deepinfer_jax.model.state import State, init_state
 from deepinfer_jax.text.engram_vocab import engram_constants
 
@@ -71,12 +73,13 @@ def _kept_layers(model: ModelConfig, count: int) -> list[int]:
     return sorted(list(dict.fromkeys([*first, *everything]))[:count])
 
 
-def rank_params(model: ModelConfig, *, num_experts: int, seed: int = 0) -> Params:
+def rank_params(model: ModelConfig, *, num_experts: int, seed: int = 0, mesh: Mesh | None = None) -> Params:
     """Random weights in the released forms, with `num_experts` of each layer's routed experts, made on the device.
 
-    Activations stay of order one, as with `init_params`; equal seeds give equal bits.
+    Activations stay of order one, as with `init_params`; equal seeds give equal bits. On a mesh `num_experts` are those
+    of all devices, and each device makes its own.
     """
-    specs = rank_schema(model, num_experts=num_experts)
+    specs = tuple(placed_spec(spec, mesh) for spec in rank_schema(model, num_experts=num_experts))
 
     def make() -> Params:
         leaves = {}
@@ -85,7 +88,12 @@ def rank_params(model: ModelConfig, *, num_experts: int, seed: int = 0) -> Param
             leaves[spec.path] = spec.leaf(make_part)
         return build_params(leaves, model)
 
-    return jax.jit(make)()
+    if mesh is None:
+        return jax.jit(make)()
+    places = {
+        spec.path: spec.leaf(lambda part, shape, _, spec=spec: part_sharding(spec, part, shape, mesh)) for spec in specs
+    }
+    return jax.jit(make, out_shardings=build_params(places, model))()
 
 
 def rank_schema(model: ModelConfig, *, num_experts: int) -> tuple[LeafSpec, ...]:

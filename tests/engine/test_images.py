@@ -286,7 +286,7 @@ def test_an_image_that_cannot_be_encoded_ends_its_requests_only(tiny_model, alon
 
 def test_images_of_one_step_do_not_push_each_other_out(tiny_model, monkeypatch):
     engine = tiny.tiny_engine(tiny_model, {"DEEPINFER_ENFORCE_EAGER": "1"})
-    table = ImageTable(engine.params.vision, config=engine.runtime, num_places=2)
+    table = ImageTable(engine.params.vision, config=engine.runtime, num_places=2, shared=lambda make: make())
     monkeypatch.setattr(table, "_encode", lambda patches, *_: jnp.full((64, 64), patches[0, 0], jnp.bfloat16))
     images = {}
     for number in range(1, 5):

@@ -23,6 +23,7 @@ EPLB = {
 }
 COMPACT = {"DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": "compact", "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": "140"}
 SCHEDULED = {"DEEPINFER_ENABLE_MTP_VARLEN": "1"}
+ONE_PLACE = {"DEEPINFER_MULTI_MODAL_BUFFER_SIZE": "1"}
 MESHES = [(2, 1), (8, 1), (1, 2), (1, 8), (2, 2), (4, 2), (2, 4)]
 
 
@@ -38,15 +39,28 @@ def fill(engine: LLMEngine) -> None:
     add(engine, "penalties", prompt_of(33), params_of(8, 14, frequency_penalty=0.7, presence_penalty=0.3))
 
 
+def fill_with_pictures(engine: LLMEngine) -> None:
+    """The same with pictures among it: first, within a prompt longer than a chunk, and one that comes twice."""
+    ask(engine, "picture", ["A", *prompt_of(9)], params_of(3, 10))
+    fill(engine)
+    ask(engine, "pictures", [*prompt_of(40), "B", *prompt_of(50, seed=1), "D", 6], params_of(4, 12, temperature=0.7))
+    ask(engine, "again", [0, 5, "A", "C", 7], params_of(5, 11, temperature=0.0))
+
+
 def run(engine: LLMEngine) -> dict[str, Facts]:
     fill(engine)
+    return driving.facts(driving.drain(engine))
+
+
+def run_with_pictures(engine: LLMEngine) -> dict[str, Facts]:
+    fill_with_pictures(engine)
     return driving.facts(driving.drain(engine))
 
 
 @pytest.fixture(scope="module")
 def wanted(agreeing_model: Path) -> dict[str, Facts]:
     engine = engine_on(agreeing_model, (1, 1))
-    found = run(engine)
+    found = run_with_pictures(engine)
     assert 1 < engine.stats()["drafts"]["accepted_len_mean"] < 1 + DRAFTS
     return found
 
@@ -102,7 +116,7 @@ def test_a_step_has_the_collectives_that_are_documented(agreeing_model, mesh, wa
     engine = engine_on(agreeing_model, mesh, {"DEEPINFER_ENFORCE_EAGER": "1"})
     pipeline = engine.pipeline
     shape = next(iter(engine.sizes.buckets.all_shapes(is_compact=False)))
-    packed = pipeline._pack([RankPlan()] * mesh[0], shape)
+    packed = pipeline._steps.place(pipeline._contents([RankPlan()] * mesh[0], shape))
     lowered = mesh_steps._run_step.lower(
         engine.params, pipeline._carried, packed, None, mesh=pipeline._steps.mesh, shape=shape, **pipeline._static
     )
@@ -121,9 +135,10 @@ def test_a_step_has_the_collectives_that_are_documented(agreeing_model, mesh, wa
 def test_every_mesh_gives_what_one_device_gives(agreeing_model, wanted, mesh, environ):
     want = wanted
     if environ is COMPACT:
-        want = run(engine_on(agreeing_model, (1, 1), COMPACT))
+        want = run_with_pictures(engine_on(agreeing_model, (1, 1), COMPACT))
     engine = engine_on(agreeing_model, mesh, environ)
-    assert run(engine) == want
+    assert run_with_pictures(engine) == want
+    assert engine.stats()["images_encoded"] == 4
     if environ is EPLB:
         history = engine.pipeline.balancer.history  # type: ignore[union-attr]
         assert sum(one.num_moved for one in history) > 0
@@ -135,7 +150,7 @@ def test_every_mesh_gives_what_one_device_gives(agreeing_model, wanted, mesh, en
 def test_copies_of_a_prompt_are_equal_on_every_rank(agreeing_model, mesh):
     engine = engine_on(agreeing_model, mesh, max_num_seqs=8)
     for index in range(16):
-        add(engine, str(index), prompt_of(70), params_of(5, 20))
+        ask(engine, str(index), [*prompt_of(50), "B", *prompt_of(6)], params_of(5, 20))
     found = driving.facts(driving.drain(engine))
     assert len(found) == 16 and all(one == found["0"] for one in found.values())
 
@@ -152,14 +167,19 @@ def test_images_on_a_mesh(tiny_model, mesh):
         return driving.facts(driving.drain(engine))
 
     want = answers(tiny.tiny_engine(tiny_model))
-    assert answers(tiny.tiny_engine(tiny_model, mesh_shape=mesh)) == want
+    assert answers(tiny.tiny_engine(tiny_model, ONE_PLACE, mesh_shape=mesh)) == want
+
+
+def test_ranks_that_share_a_small_table_of_images_have_a_place_each(tiny_model):
+    engine = tiny.tiny_engine(tiny_model, ONE_PLACE | {"DEEPINFER_ENFORCE_EAGER": "1"}, mesh_shape=(2, 1))
+    assert engine.sizes.num_image_places == 2 and engine.scheduler.config.max_images == 1
 
 
 @pytest.mark.slow
 def test_a_saved_request_goes_on_elsewhere(agreeing_model, wanted):
     one, many = engine_on(agreeing_model, (1, 1)), engine_on(agreeing_model, (2, 2), EPLB)
     for engine, other in ((one, many), (many, one)):
-        fill(engine)
+        fill_with_pictures(engine)
         found = driving.run_steps(engine, 9)
         name = next(name for name in ("0", "1", "2", "3") if engine.scheduler.get(name) is not None)
         saved = engine.save_request(name)

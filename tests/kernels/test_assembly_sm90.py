@@ -10,11 +10,26 @@ from deepinfer_jax.testing import assembly
 CASES = [
     ("experts", "decode_128_rows"),
     ("linear", "wq_b_1_rows"),
+    ("linear", "wq_b_128_rows"),
+    ("linear", "wo_b_64_rows"),
     ("linear", "wo_b_128_rows"),
+    ("linear", "wo_b_512_rows"),
     ("linear", "wo_a_128_rows"),
+    ("linear", "router_16_rows"),
     ("attention", "decode_128_rows"),
     ("indexer", "decode_16_rows_of_65536"),
 ]
+
+# What one call starts: quantising rows, the product, and adding the sums of runs of columns where these are split;
+# for a number of rows that is no multiple of 8 also cutting what is not added.
+LAUNCHES = {
+    "wq_b_1_rows": 3,
+    "wq_b_128_rows": 2,
+    "wo_b_128_rows": 3,
+    "wo_b_512_rows": 3,
+    "wo_a_128_rows": 2,
+    "router_16_rows": 2,
+}
 
 needs_assembler = pytest.mark.skipif(assembly.why_not() is not None, reason=str(assembly.why_not()))
 
@@ -34,15 +49,21 @@ def test_kernel_assembles(op, case):
         assert not kernel.missing
 
 
+@needs_assembler
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_linear_layer_starts_few_kernels(case):
+    assert {kernel.launches for kernel in assembled() if kernel.case == case} == {LAUNCHES[case]}
+
+
 def test_report_of_the_assembler_is_read():
     log = (
         "ptxas info : 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\nptxas info : Used 168 registers"
     )
-    assert assembly._read_log(log, "op", "case", ("wgmma",)) == assembly.Assembled(
-        op="op", case="case", registers=168, spill_bytes=12, missing=("wgmma",)
+    assert assembly._read_log(log, "op", "case", ("wgmma",), 2) == assembly.Assembled(
+        op="op", case="case", registers=168, spill_bytes=12, missing=("wgmma",), launches=2
     )
     with pytest.raises(RuntimeError, match="another form"):
-        assembly._read_log("nothing", "op", "case", ())
+        assembly._read_log("nothing", "op", "case", (), 1)
 
 
 @needs_assembler

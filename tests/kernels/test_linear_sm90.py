@@ -1,6 +1,7 @@
 """The block-scaled linear layer for SM90, interpreted on the CPU with race detection."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepinfer_jax.kernels.linear import cases, mosaic_sm90
-from deepinfer_jax.kernels.linear.mosaic_sm90 import Tiling
+from deepinfer_jax.kernels.linear.mosaic_sm90 import Tiling, num_splits
+from deepinfer_jax.kernels.linear.packed_sm90 import pack
+from deepinfer_jax.kernels.linear.products_sm90 import Fp8RowsProduct
 from deepinfer_jax.ops.linear import grouped_linear, linear, linear_f32
 from deepinfer_jax.testing import compare
 
@@ -16,13 +19,15 @@ from deepinfer_jax.testing import compare
 REL_L2 = 1e-3
 # float32 sums of exact products in another order.
 F32_REL_L2 = 1e-6
-TILING = Tiling(row_tile=16, most_stages=2)  # so that the ring goes round
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+TILING = Tiling(row_tile=16, most_stages=2)
 
 
 @functools.cache
-def kernel() -> jax.stages.Wrapped:
-    return jax.jit(functools.partial(mosaic_sm90.linear, num_sms=2, tiling=TILING, interpret=INTERPRET))
+def kernel(*, row_tile: int = 16, splits: int | None = None) -> jax.stages.Wrapped:
+    tiling = Tiling(row_tile=row_tile, most_stages=2)  # so that the ring goes round
+    run = functools.partial(mosaic_sm90.linear, num_sms=2, splits=splits, tiling=tiling, interpret=INTERPRET)
+    return jax.jit(run)
 
 
 def make(num_rows: int, num_outputs: int = 128, width: int = 256) -> tuple:
@@ -44,6 +49,45 @@ def test_matches_reference(num_rows, num_outputs, width, capfd):
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize(
+    "num_rows, width, splits, row_tile",
+    [
+        pytest.param(16, 1280, 3, 16, id="unequal runs"),
+        pytest.param(64, 768, 2, 128, id="rows left, half of the outputs"),
+        pytest.param(70, 512, 2, 128, id="rows left, all outputs"),
+        pytest.param(64, 256, 1, 128, id="rows left, no split", marks=pytest.mark.slow),
+        pytest.param(130, 512, 1, 128, id="two tiles of rows left", marks=pytest.mark.slow),
+        pytest.param(5, 1024, 4, 16, id="a chunk each", marks=pytest.mark.slow),
+    ],
+)
+def test_sums_of_runs_are_added(num_rows, width, splits, row_tile, capfd):
+    x, w = make(num_rows, 256, width)
+    run = kernel(row_tile=row_tile, splits=splits)
+    compare.assert_close(run(x, w), linear(x, w), rel_l2=REL_L2)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+def test_packed_weights_give_the_same():
+    x, w = make(16)
+    compare.assert_bitwise(kernel()(x, pack(w)), kernel()(x, w))
+    stacked = pack(jax.tree.map(lambda a: jnp.stack([a, a]), w))
+    compare.assert_bitwise(stacked.scales[1], pack(w).scales)
+
+
+def test_splits_follow_from_the_shape_of_the_weights():
+    # Outputs and chunks of the released layers: wq_b and the head fill all multiprocessors, the others do not.
+    assert [num_splits(*shape) for shape in ((32768, 5), (129280, 40))] == [1, 1]
+    assert [num_splits(*shape) for shape in ((1792, 20), (5120, 32), (5120, 9), (8192, 32), (384, 40))] == [
+        7,
+        3,
+        3,
+        2,
+        20,
+    ]
+    for outputs, chunks in ((128, 1), (256, 7), (640, 100)):
+        assert 1 <= num_splits(outputs, chunks) <= chunks
+
+
 def test_row_does_not_depend_on_others():
     x, w = make(16)
     both = kernel()(x, w)
@@ -51,10 +95,15 @@ def test_row_does_not_depend_on_others():
     compare.assert_bitwise(alone[:3], both[:3])
 
 
-@pytest.mark.slow
-def test_row_does_not_depend_on_the_number_of_rows():
-    x, w = make(24)
-    compare.assert_bitwise(kernel()(x[:5], w), kernel()(x, w)[:5])
+@pytest.mark.parametrize(
+    "counts", [pytest.param((5, 24), id="few"), pytest.param((1, 8, 33, 64, 100), id="all", marks=pytest.mark.slow)]
+)
+def test_row_does_not_depend_on_the_number_of_rows(counts):
+    x, w = make(128, width=512)
+    run = kernel(row_tile=128, splits=2)
+    everything = run(x, w)
+    for count in counts:
+        compare.assert_bitwise(run(x[:count], w), everything[:count])
 
 
 def test_rows_are_quantised():
@@ -70,9 +119,10 @@ def make_bf16(num_rows: int, groups: int, num_outputs: int, width: int) -> tuple
     return x, jax.random.normal(keys[1], (num_outputs, width), jnp.bfloat16)
 
 
-def test_groups_have_columns_of_their_own(capfd):
-    x, w = make_bf16(13, 2, 512, 256)
-    got = mosaic_sm90.grouped_linear(x, w, num_sms=2, tiling=TILING, interpret=INTERPRET)
+@pytest.mark.parametrize("splits", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_groups_have_columns_of_their_own(splits, capfd):
+    x, w = make_bf16(13, 2, 512, 512)
+    got = mosaic_sm90.grouped_linear(x, w, num_sms=2, splits=splits, tiling=TILING, interpret=INTERPRET)
     compare.assert_close(got, grouped_linear(x, w), rel_l2=REL_L2)
     assert "RACE" not in "".join(capfd.readouterr())
 
@@ -114,3 +164,30 @@ def test_refusals_say_why():
 def test_bad_tiling_is_an_error():
     with pytest.raises(ValueError, match="row_tile=12"):
         Tiling(row_tile=12)
+    with pytest.raises(ValueError, match="row_tile=96 must be 64 or 128"):
+        Fp8RowsProduct(row_tile=96, sum_registers=64)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 57, 64, 65, 72, 128, 200])
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.bfloat16])
+def test_every_copy_begins_where_the_copy_engine_can_write(num_rows, dtype):
+    is_scaled = dtype == jnp.uint8
+    padded, row_tile = mosaic_sm90._tiled(num_rows, mosaic_sm90.TILING, is_scaled=is_scaled)
+    product = mosaic_sm90._Product(
+        num_rows=padded,
+        num_outputs=256,
+        width=1024,
+        splits=1,
+        row_tile=row_tile,
+        tiling=mosaic_sm90.TILING,
+        dtype=jnp.dtype(dtype),
+        out_dtype=jnp.dtype(jnp.bfloat16),
+        num_sms=2,
+        interpret=None,
+    )
+    scratch = product._scratch_types()
+    # Leading axes that a copy takes one place of: the stage, and of weights and rows the line.
+    names = {"weights": 2, "x": 2} | ({"scales": 1, "x_scales": 1} if is_scaled else {})
+    for name, leading in names.items():
+        part_bytes = math.prod(scratch[name].shape[leading:]) * scratch[name].dtype.itemsize
+        assert part_bytes % 128 == 0, (name, part_bytes)

@@ -24,6 +24,11 @@ def keep_first(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
     return jnp.where(jnp.arange(8)[:, None] < count, rows, 0.0), weights
 
 
+def cut(inputs: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    rows, weights = inputs
+    return rows[:count], weights
+
+
 CASE = Case(
     op="product",
     name="8 rows",
@@ -37,13 +42,13 @@ CASE = Case(
     num_bytes=4 * (8 * 16 + 16 * 4 + 8 * 4),
     flops=2 * 8 * 16 * 4,
     keep_rows=keep_first,
+    cut_rows=cut,
     num_rows=8,
 )
 
 
 def one_record(case: Case, name: str, ceilings: kernel_bench.Ceilings = SLOW) -> dict[str, Any]:
-    (record,) = kernel_bench.measure(case, [name], ceilings, turns=2)
-    return record
+    return kernel_bench.measure(kernel_bench.prepare(case), name, ceilings, turns=15, held_bytes=1 << 10)
 
 
 def test_a_record_says_what_bounds_the_case_and_how_near_it_came() -> None:
@@ -65,9 +70,25 @@ def test_a_time_below_the_floor_is_an_error() -> None:
 
 
 def test_rows_that_depend_on_others_are_found() -> None:
-    counts = list(range(1, 9))
-    assert kernel_bench.dependent_rows(CASE, "row by row", counts) == []
-    assert kernel_bench.dependent_rows(CASE, "mean added", counts) == counts[:-1]
+    counts, prepared = list(range(1, 9)), kernel_bench.prepare(CASE)
+    assert kernel_bench.dependent_rows(prepared, "row by row", counts) == []
+    assert kernel_bench.dependent_rows(prepared, "mean added", counts) == counts[:-1]
+    assert kernel_bench.dependent_rows(prepared, "mean added", [8, 8, 3]) == [3]
+
+
+def test_rows_are_compared_by_their_bits() -> None:
+    values = np.array([[1.0, np.nan], [0.0, 2.0]], np.float32)
+    other = np.array([[1.0, np.nan], [-0.0, 2.0]], np.float32)
+    assert not kernel_bench.rows_differ([jnp.array(values)], [jnp.array(other)], jnp.int32(1))
+    assert kernel_bench.rows_differ([jnp.array(values)], [jnp.array(other)], jnp.int32(2))
+
+
+def test_calls_of_fewer_rows_are_compared() -> None:
+    prepared = kernel_bench.prepare(CASE)
+    assert kernel_bench.dependent_counts(prepared, "row by row", [1, 5]) == []
+    assert kernel_bench.dependent_counts(prepared, "mean added", [1, 5]) == [1, 5]
+    with pytest.raises(ValueError, match="fewer rows"):
+        kernel_bench.dependent_counts(kernel_bench.prepare(dataclasses.replace(CASE, cut_rows=None)), "doubled", [1])
 
 
 def test_integers_must_be_equal_and_nan_is_never_right() -> None:
@@ -81,6 +102,26 @@ def test_small_cases_get_more_copies_than_large_ones() -> None:
     large = dataclasses.replace(CASE, num_bytes=1 << 30)
     assert kernel_bench.num_copies(large) == 2
     assert kernel_bench.num_copies(CASE) == kernel_bench.MAX_COPIES
+    some = dataclasses.replace(CASE, num_bytes=50 << 20)
+    assert kernel_bench.num_copies(some) == 2 * kernel_bench.MAX_CALLS
+
+
+def test_programs_take_turns_with_all_inputs() -> None:
+    prepared = kernel_bench.prepare(dataclasses.replace(CASE, reference_calls=1))
+    assert prepared.calls("reference") == 1
+    assert prepared.calls("doubled") == kernel_bench.MAX_CALLS
+    used: list[int] = []
+    timing = kernel_bench.device_us(
+        lambda i: used.append(i) or jnp.ones(1 << 14).sum(), turns=15, more=4, held_bytes=1 << 10
+    )
+    assert timing.median_us > 0
+    assert used[2:] == list(range(1, len(used) - 1))
+
+
+def test_time_is_the_difference_of_a_long_and_a_short_run() -> None:
+    assert kernel_bench.difference_us([400.0, 410.0, 900.0], [480.0, 490.0, 901.0], 8) == 10
+    with pytest.raises(RuntimeError, match="16.0 us shorter"):
+        kernel_bench.difference_us([416.0], [400.0], 8)
 
 
 def test_a_case_needs_a_reference() -> None:

@@ -17,6 +17,8 @@ from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
 
 WIDTH, INNER, NUM_EXPERTS = 5120, 2304, 48
 LIMIT = 10.0
+PAIRS_PER_ROW = 6  # a rank of eight has the pairs of as many rows as its own, on average
+TARGET_PAIRS = 128 * PAIRS_PER_ROW
 SKEW = 0.5  # standard deviation of the logarithm of an expert's popularity
 REFERENCE_TILE = 16
 # E2M1 with a scale byte for each 32 weights.
@@ -129,10 +131,11 @@ def _case(name: str, num_pairs: int) -> Case:
         tolerance=TOLERANCE,
         keep_rows=keep_rows,
         num_rows=num_pairs,
+        has_target=num_pairs == TARGET_PAIRS,
+        reference_calls=1,
         families=FAMILIES,
         peers={"torch_grouped_mm_bf16": functools.partial(_grouped_mm, ids=ids)},
     )
 
 
-# Six pairs for each row; a rank of eight has the pairs of as many rows as its own, on average.
-CASES = tuple(_case(f"decode_{rows}_rows", 6 * rows) for rows in (1, 16, 128, 512))
+CASES = tuple(_case(f"decode_{rows}_rows", PAIRS_PER_ROW * rows) for rows in (128, 16, 1, 512))

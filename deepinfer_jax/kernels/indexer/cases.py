@@ -16,6 +16,7 @@ from deepinfer_jax.ops.quant import INDEX_GROUP, ScaledArray, dequantize, quanti
 
 HEADS, WIDTH, COUNT = 32, 128, 512
 PAGE_ENTRIES = 64
+SHORT_CONTEXT, LONG_CONTEXT = 4096, 1_048_576
 KEY_BYTES = WIDTH // 2 + WIDTH // INDEX_GROUP
 SCORE_BYTES = 2
 # A sum of bfloat16 terms that differ by more than 2^10 may round to a neighbour in another order.
@@ -44,7 +45,9 @@ def make_inputs(key: Array, *, num_rows: int, context: int) -> tuple[Any, ...]:
 def reference_scores(queries: Array, weights: Array, keys: EntryKeys, num_visible: Array) -> Array:
     """The scores of all entries that pages have room for, without a kernel."""
     width = keys.pages.shape[1] * keys.page_entries
-    everything = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (queries.shape[0], width))
+    # Behind a barrier: a compiler would pad and cut a list that it knows while it compiles, for seconds.
+    row = jax.lax.optimization_barrier(jnp.arange(width, dtype=jnp.int32))
+    everything = jnp.broadcast_to(row, (queries.shape[0], width))
 
     def load_keys(entries: Array) -> Array:
         return dequantize(take_keys(keys, entries), queries.dtype)
@@ -67,7 +70,8 @@ def make_scores(key: Array, *, num_rows: int, context: int) -> tuple[Array]:
 
 def reference_places(scores: Array) -> Array:
     """The places of the best scores by a sort."""
-    everything = jnp.broadcast_to(jnp.arange(scores.shape[1], dtype=jnp.int32), scores.shape)
+    row = jax.lax.optimization_barrier(jnp.arange(scores.shape[1], dtype=jnp.int32))  # as in `reference_scores`
+    everything = jnp.broadcast_to(row, scores.shape)
     return indexer.top_entries(scores.astype(jnp.float32), everything, count=COUNT)[0]
 
 
@@ -75,6 +79,18 @@ def _torch_top_k(torch: Any, copies: int, *, num_rows: int, context: int) -> lis
     def call() -> Callable[[], Any]:
         scores = torch.randn(num_rows, context, dtype=torch.bfloat16, device="cuda")
         return lambda: torch.topk(scores, COUNT, dim=-1)
+
+    return [call() for _ in range(copies)]
+
+
+def _torch_scores(torch: Any, copies: int, *, num_rows: int, context: int) -> list[Callable[[], Any]]:
+    """The same arithmetic by PyTorch, of keys that lie together and in bfloat16 already."""
+
+    def call() -> Callable[[], Any]:
+        make = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+        queries, weights = make(num_rows, HEADS, WIDTH), make(num_rows, 1, HEADS)
+        keys = make(num_rows, context, WIDTH)
+        return lambda: torch.bmm(weights, torch.relu_(torch.bmm(queries, keys.mT)))[:, 0]
 
     return [call() for _ in range(copies)]
 
@@ -91,7 +107,10 @@ def _scores_case(num_rows: int, context: int) -> Case:
         tolerance=TOLERANCE,
         keep_rows=keep_rows,
         num_rows=num_rows,
+        has_target=context > SHORT_CONTEXT,
+        reference_calls=1,
         families=FAMILIES,
+        peers={"torch_bmm_bf16": functools.partial(_torch_scores, num_rows=num_rows, context=context)},
     )
 
 
@@ -107,11 +126,13 @@ def _choice_case(num_rows: int, context: int) -> Case:
         },
         num_bytes=num_rows * (context * SCORE_BYTES + COUNT * 4),
         flops=num_rows * context,
+        has_target=context == LONG_CONTEXT,
+        reference_calls=1,
         peers={"torch_topk": functools.partial(_torch_top_k, **size)},
     )
 
 
-_SIZES = ((128, 4096), (16, 65_536), (16, 1_048_576))  # rows and entries of each
+_SIZES = ((16, 65_536), (16, LONG_CONTEXT), (128, SHORT_CONTEXT))  # rows and entries of each
 CASES = (
     *(_scores_case(*size) for size in _SIZES),
     *(_choice_case(*size) for size in _SIZES),

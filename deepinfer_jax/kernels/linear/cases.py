@@ -1,6 +1,7 @@
 """Sizes at which linear layers are tested and timed: the released widths, decode rows."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array
 
 from deepinfer_jax.kernels.case import REFERENCE, Case
 from deepinfer_jax.kernels.linear import mosaic_sm90
+from deepinfer_jax.kernels.linear.packed_sm90 import PackedLinear, pack
 from deepinfer_jax.kernels.mosaic import GROUP
 from deepinfer_jax.ops.linear import grouped_linear, linear
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
@@ -17,7 +19,8 @@ from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
 SCALED_SHAPES = {"wq_a_wkv": (5120, 1792), "wq_b": (1280, 32768), "wo_b": (8192, 5120), "shared_w2": (2304, 5120)}
 # name: groups, columns and rows of the weights of one group
 BF16_SHAPES = {"wo_a": (8, 4096, 1024), "router": (1, 5120, 384), "head": (1, 5120, 129280)}
-ROWS = (1, 16, 128, 512)
+ROWS = (128, 16, 1, 512, 64)
+TARGET_ROWS = 128
 # One bfloat16 rounding of sums in another order; an FP8 instruction drops what lies 2^-13 below its largest product.
 TOLERANCE = 3e-3
 
@@ -38,11 +41,49 @@ def make_inputs(key: Array, *, num_rows: int, num_outputs: int, width: int) -> t
     return dequantize(jax.lax.optimization_barrier(packed), jnp.bfloat16), w
 
 
+def make_packed(key: Array, *, num_rows: int, num_outputs: int, width: int) -> tuple[Any, ...]:
+    """`make_inputs`, and the weights once more as `pack` leaves them when they are loaded."""
+    x, w = make_inputs(key, num_rows=num_rows, num_outputs=num_outputs, width=width)
+    return x, w, pack(w)
+
+
 def keep_rows(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
     """Rows behind the first `count` are zeros."""
-    x, w = inputs
+    x, *weights = inputs
     is_kept = jnp.arange(x.shape[0], dtype=jnp.int32) < count
-    return jnp.where(is_kept[:, None], x, 0), w
+    return jnp.where(jnp.expand_dims(is_kept, range(1, x.ndim)), x, 0), *weights
+
+
+def cut_rows(inputs: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """The first `count` rows."""
+    x, *weights = inputs
+    return x[:count], *weights
+
+
+def _reference(x: Array, w: ScaledArray, packed: PackedLinear) -> Array:
+    del packed
+    return linear(x, w)
+
+
+def _kernel(x: Array, w: ScaledArray, packed: PackedLinear) -> Array:
+    del w
+    return mosaic_sm90.linear(x, packed)
+
+
+def _torch_products(
+    torch: Any, copies: int, *, num_rows: int, groups: int, width: int, num_outputs: int
+) -> list[Callable[[], Any]]:
+    """The product by PyTorch, of weights in bfloat16: one, or one for each group at once."""
+
+    def call() -> Callable[[], Any]:
+        make = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+        if groups == 1:
+            rows, weights = make(num_rows, width), make(num_outputs, width)
+            return lambda: rows @ weights.T
+        rows, weights = make(num_rows, groups, width), make(groups, num_outputs, width)
+        return lambda: torch.bmm(rows.transpose(0, 1), weights.mT)
+
+    return [call() for _ in range(copies)]
 
 
 def _scaled_case(name: str, num_rows: int) -> Case:
@@ -50,15 +91,22 @@ def _scaled_case(name: str, num_rows: int) -> Case:
     return Case(
         op="linear",
         name=f"{name}_{num_rows}_rows",
-        make=functools.partial(make_inputs, num_rows=num_rows, num_outputs=num_outputs, width=width),
-        implementations={REFERENCE: linear, "mosaic_sm90": mosaic_sm90.linear},
-        num_bytes=num_outputs * width + num_outputs * width // GROUP**2 + 2 * num_rows * (num_outputs + width),
+        make=functools.partial(make_packed, num_rows=num_rows, num_outputs=num_outputs, width=width),
+        implementations={REFERENCE: _reference, "mosaic_sm90": _kernel},
+        num_bytes=num_outputs * width + 4 * num_outputs * width // GROUP**2 + 2 * num_rows * (num_outputs + width),
         flops=2 * num_rows * num_outputs * width,
         rate="fp8",
         tolerance=TOLERANCE,
         keep_rows=keep_rows,
+        cut_rows=cut_rows if num_rows >= TARGET_ROWS else None,
         num_rows=num_rows,
+        has_target=num_rows == TARGET_ROWS,
         families=("wgmma.mma_async.sync.aligned", "k32.f32.e4m3.e4m3", "cp.async.bulk.tensor"),
+        peers={
+            "torch_matmul_bf16": functools.partial(
+                _torch_products, num_rows=num_rows, groups=1, width=width, num_outputs=num_outputs
+            )
+        },
     )
 
 
@@ -69,28 +117,23 @@ def make_bf16_inputs(key: Array, *, num_rows: int, groups: int, width: int, num_
     return x, jax.random.normal(keys[1], (groups * num_outputs, width), jnp.bfloat16) * width**-0.5
 
 
-def keep_bf16_rows(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
-    """Rows behind the first `count` are zeros."""
-    x, w = inputs
-    is_kept = jnp.arange(x.shape[0], dtype=jnp.int32) < count
-    return jnp.where(is_kept[:, None, None], x, 0), w
-
-
 def _bf16_case(name: str, num_rows: int) -> Case:
     groups, width, num_outputs = BF16_SHAPES[name]
+    size = {"num_rows": num_rows, "groups": groups, "width": width, "num_outputs": num_outputs}
     return Case(
         op="linear",
         name=f"{name}_{num_rows}_rows",
-        make=functools.partial(
-            make_bf16_inputs, num_rows=num_rows, groups=groups, width=width, num_outputs=num_outputs
-        ),
+        make=functools.partial(make_bf16_inputs, **size),
         implementations={REFERENCE: grouped_linear, "mosaic_sm90": mosaic_sm90.grouped_linear},
         num_bytes=2 * groups * (num_outputs * width + num_rows * (num_outputs + width)),
         flops=2 * num_rows * groups * num_outputs * width,
         tolerance=TOLERANCE,
-        keep_rows=keep_bf16_rows,
+        keep_rows=keep_rows,
+        cut_rows=cut_rows if num_rows >= TARGET_ROWS else None,
         num_rows=num_rows,
+        has_target=num_rows == TARGET_ROWS,
         families=("wgmma.mma_async.sync.aligned", "k16.f32.bf16.bf16", "cp.async.bulk.tensor"),
+        peers={"torch_bmm_bf16" if groups > 1 else "torch_matmul_bf16": functools.partial(_torch_products, **size)},
     )
 
 

@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""Times steps of the released widths on meshes of the devices at hand: one JSON line for each mesh and kind of step.
+
+Decode is expert-parallel over dp: each device has 48 experts of a layer and 128 rows of its own, so that work grows
+with the devices (weak scaling). Prefill is context-parallel over cp: one chunk, cut (strong scaling). The same code
+runs on one device. Each line also has the time of the step's expert exchanges alone, and the first line what an
+all-to-all of large blocks reached in the same run.
+
+    python scripts/bench_mesh.py [--mesh 1x1 2x1 1x2] [--layers 6] [--context 4096]
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.places import shipped_config
+from deepinfer_jax.config.released import load_config
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.model.batch import StepBatch
+from deepinfer_jax.model.leaves import unchecked
+from deepinfer_jax.model.shardings import STATE_SPECS, config_on_mesh, forward_on_mesh, spread
+from deepinfer_jax.model.state import init_state
+from deepinfer_jax.parallel.exchange import peers_along, send, send_back
+from deepinfer_jax.parallel.mesh import CP, DP, make_mesh
+from deepinfer_jax.testing.facts import run_facts
+from deepinfer_jax.testing.rank_model import rank_model, rank_params
+
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+LINK_BYTES = 256 << 20  # of each device, for the measurement of the links
+QUEUED = 5  # steps launched before the host waits
+_jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What every mesh runs."""
+
+    experts_each: int  # of a layer, for each device of the decode mesh
+    decode_rows: int  # of each dp rank, one for each request
+    prefill_rows: int  # of one request
+    context: int  # tokens of each request, the step's included
+    num_layers: int
+    kernels: str  # see RuntimeConfig
+    turns: int
+
+
+def main() -> int:
+    """Prints the lines."""
+    count = len(jax.devices())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=shipped_config("model/deepseek-v4.1-flash.json"), help="a config.json")
+    parser.add_argument("--mesh", nargs="+", metavar="DPxCP", help="default: 1x1, and all devices along either axis")
+    parser.add_argument("--kinds", nargs="+", choices=("decode", "prefill"), default=["decode", "prefill"])
+    parser.add_argument("--layers", type=int, default=6, help="of every role if possible")
+    parser.add_argument("--experts", type=int, default=48, help="of a layer, on each device of a decode step")
+    parser.add_argument("--rows", type=int, default=128, help="rows of a decode step, for each dp rank")
+    parser.add_argument("--chunk", type=int, default=2048, help="rows of a prefill step")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of each request")
+    parser.add_argument("--kernels", default="auto", help="as DEEPINFER_JAX_KERNELS; default: auto")
+    parser.add_argument("--turns", type=int, default=10)
+    args = parser.parse_args()
+    sizes = Sizes(
+        experts_each=args.experts,
+        decode_rows=args.rows,
+        prefill_rows=args.chunk,
+        context=args.context,
+        num_layers=args.layers,
+        kernels=args.kernels,
+        turns=args.turns,
+    )
+    if args.chunk > args.context:
+        parser.error(f"--chunk {args.chunk} is more than --context {args.context}")
+    model, facts = load_config(args.model), run_facts()
+    meshes = [tuple(map(int, text.split("x"))) for text in args.mesh or ("1x1", f"{count}x1", f"1x{count}")]
+    write({"op": "link", **measure_link(count, sizes.turns), **facts})
+    for dp, cp in dict.fromkeys(meshes):
+        if dp * cp > count:
+            parser.error(f"a mesh of {dp}x{cp} needs {dp * cp} devices; {count} are here")
+        mesh = make_mesh(dp, cp, devices=jax.devices()[: dp * cp])
+        for kind in args.kinds:
+            # A mesh is compared with 1x1: along dp by decode steps, along cp by prefill.
+            if (kind == "decode" and cp == 1) or (kind == "prefill" and dp == 1):
+                write({**measure_step(kind, model, mesh, sizes), **facts})
+    return 0
+
+
+def write(record: dict[str, Any]) -> None:
+    """One JSON line, at once."""
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+def measure_link(count: int, turns: int) -> dict[str, Any]:
+    """Bytes per second that each device sent in an all-to-all of large blocks; None on one device."""
+    if count == 1:
+        return {"devices": 1, "sent_bytes_per_s": None}
+    mesh = make_mesh(count, 1)
+    blocks = jax.jit(
+        lambda: jnp.zeros((count, count, LINK_BYTES // count // 4), jnp.int32), out_shardings=NamedSharding(mesh, P(DP))
+    )()
+
+    def body(own: Any) -> Any:
+        return lax.all_to_all(own, DP, split_axis=1, concat_axis=1, tiled=True)
+
+    run = _jit(jax.shard_map(body, mesh=mesh, in_specs=P(DP), out_specs=P(DP)))
+    seconds = median_s(lambda: run(blocks), turns)
+    return {"devices": count, "sent_bytes_per_s": round(LINK_BYTES * (count - 1) / count / seconds)}
+
+
+def measure_step(kind: str, released: ModelConfig, mesh: Mesh, sizes: Sizes) -> dict[str, Any]:
+    """One line: the time of a step, of its exchanges alone, and what it ran."""
+    dp, cp = mesh.shape[DP], mesh.shape[CP]
+    num_experts = sizes.experts_each * (dp if kind == "decode" else 1)
+    model = dataclasses.replace(rank_model(released, num_layers=sizes.num_layers), n_routed_experts=num_experts)
+    target = "cpu" if jax.default_backend() == "cpu" else "nvidia"
+    config = config_on_mesh(RuntimeConfig(model=model, is_invariant=False, target=target, kernels=sizes.kernels), mesh)
+    params = rank_params(model, num_experts=num_experts, mesh=mesh)
+    rows = sizes.decode_rows if kind == "decode" else sizes.prefill_rows
+    batch = batch_of(kind, rows, sizes.context, model, config, mesh)
+    slots, pages = (batch.page_table.shape[1], batch.page_table.shape[1] * batch.page_table.shape[2])
+    state = blank_state(config, mesh, num_slots=slots * dp, num_pages=pages * dp)
+    step = _jit(functools.partial(forward_on_mesh, mesh=mesh, config=config), donate_argnums=(1,))
+    start = time.perf_counter()
+    compiled = step.lower(params, state, batch).compile()
+    compile_s = time.perf_counter() - start
+    carried = [state]
+
+    def run() -> Any:
+        logits, carried[0] = compiled(params, carried[0], batch)
+        return logits
+
+    is_finite = bool(jnp.isfinite(run()).all())
+    step_s = median_s(run, sizes.turns)
+    record = {
+        "op": f"step_{kind}",
+        "mesh": f"{dp}x{cp}",
+        "kernels": sizes.kernels,
+        "layers": sizes.num_layers,
+        "experts": num_experts,
+        "rows": rows * (dp if kind == "decode" else 1),
+        "context": sizes.context,
+        "step_us": round(1e6 * step_s, 1),
+        "finite": is_finite,
+        "compile_s": round(compile_s, 1),
+    }
+    if dp * cp > 1:
+        record |= measure_exchange(config, mesh, rows // cp, model, sizes.turns)
+    return record
+
+
+def batch_of(kind: str, rows: int, context: int, model: ModelConfig, config: RuntimeConfig, mesh: Mesh) -> StepBatch:
+    """Random tokens at the end of their contexts, with a leading axis of ranks."""
+    dp = mesh.shape[DP]
+    slots = rows if kind == "decode" else 1
+    pages_each = -(-context // config.page_tokens)
+    index = np.arange(rows, dtype=np.int32)
+    is_decode = kind == "decode"
+
+    def each(array: Any) -> Any:
+        return jnp.broadcast_to(jnp.asarray(array, jnp.int32), (dp, *np.shape(array)))
+
+    tokens = np.random.default_rng(0).integers(3, model.vocab_size, (dp, rows), dtype=np.int32)
+    batch = {
+        "tokens": jnp.asarray(tokens),
+        "positions": each(np.full(rows, context - 1) if is_decode else context - rows + index),
+        "slots": each(index if is_decode else np.zeros(rows)),
+        "page_table": each(np.arange(slots * pages_each).reshape(slots, pages_each)),
+        "logit_rows": each(index if is_decode else np.array([rows - 1])),
+        "tail_starts": None,
+        "tail_rows": None,
+        "window_starts": None,
+        "images": None,
+    }
+    return jax.device_put(unchecked(StepBatch, batch), NamedSharding(mesh, P(DP)))
+
+
+def blank_state(config: RuntimeConfig, mesh: Mesh, *, num_slots: int, num_pages: int) -> Any:
+    """An empty state, each device making its own part."""
+    make = functools.partial(init_state, config, num_slots=num_slots, num_pages=num_pages)
+    specs = spread(STATE_SPECS, jax.eval_shape(make))
+    return jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))()
+
+
+def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, model: ModelConfig, turns: int) -> dict[str, Any]:
+    """The time of sending every (row, choice) pair to an expert's device and an output back, once for each layer."""
+    peers = peers_along(config.expert_axes, config)
+    width, pairs = model.hidden_size, rows * model.num_experts_per_tok
+    layers = model.num_hidden_layers
+
+    def body(codes: Any, scales: Any, outputs: Any) -> Any:
+        pair = jnp.arange(pairs, dtype=jnp.int32)
+        for layer in range(layers):
+            destinations = (pair * 7919 + layer) % peers.count
+            arrived, _, way = send((codes, scales), destinations, peers)
+            answers = jnp.zeros((arrived[0].shape[0], width), jnp.bfloat16) + arrived[1][:, :1].astype(jnp.bfloat16)
+            outputs = send_back(answers, way)
+            codes, scales, outputs = lax.optimization_barrier((codes, scales, outputs))
+        return outputs
+
+    everywhere = P((DP, CP))
+    run = _jit(jax.shard_map(body, mesh=mesh, in_specs=(everywhere,) * 3, out_specs=everywhere, check_vma=False))
+    count = mesh.size
+    make = _jit(
+        lambda: (
+            jnp.zeros((count * pairs, width), jnp.uint8),
+            jnp.ones((count * pairs, width // 32), jnp.uint8),
+            jnp.zeros((count * pairs, width), jnp.bfloat16),
+        ),
+        out_shardings=NamedSharding(mesh, everywhere),
+    )
+    operands = make()
+    seconds = median_s(lambda: run(*operands), turns)
+    each = width + width // 32 + 1 + 2 * width + 1
+    sent = round(layers * pairs * each * (count - 1) / count)
+    return {
+        "exchange_us": round(1e6 * seconds, 1),
+        "exchange_sent_bytes": sent,
+        "exchange_bytes_per_s": round(sent / seconds),
+        "is_ragged": peers.is_ragged,
+    }
+
+
+def median_s(run: Callable[[], Any], turns: int) -> float:
+    """Device seconds of one call: of several in a row less one, so that launching and waiting do not count."""
+
+    def wall_s(count: int) -> float:
+        start = time.perf_counter()
+        results = [run() for _ in range(count)]
+        jax.block_until_ready(results[-1])
+        return time.perf_counter() - start
+
+    wall_s(2)
+    return statistics.median((wall_s(QUEUED) - wall_s(1)) / (QUEUED - 1) for _ in range(turns))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
