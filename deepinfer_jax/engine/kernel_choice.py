@@ -22,7 +22,6 @@ from deepinfer_jax.kernels.registry import AUTO, REFERENCE, Impl, asked, check_c
 from deepinfer_jax.model.params import ExpertParams, Params, abstract_params
 from deepinfer_jax.model.state import State, init_state
 from deepinfer_jax.model.variants import layer_weights
-from deepinfer_jax.ops.quant import ScaledArray
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ def _tell_products(tell: Any, params: Params, runtime: RuntimeConfig, num_rows: 
     queries = layer_weights(params.indexer.wq_b, 0, dtype=runtime.activation_dtype, config=runtime)
     weights = {"wq_a": own.wq_a, "wq_b": own.wq_b, "wkv": own.wkv, "wo_b": own.wo_b, "index queries": queries}
     for name, w in weights.items():
-        width = w.payload.shape[-1] if isinstance(w, ScaledArray) else w.shape[-1]
+        width = w.shape[-1] if isinstance(w, Array) else w.payload.shape[-1]
         tell(linear.OP, linear.IMPLS, name, _rows(runtime, num_rows, width), w)
     model = runtime.model
     group = model.num_attention_heads // model.o_groups * model.head_dim

@@ -40,16 +40,18 @@ def test_a_kernel_is_lowered_once_for_all_layers():
         "routed_experts": 4,
         "linear": LINEARS,
     }
-    # Attention of a window and over caches of either ratio, gate and up, down, linear layers of eight shapes, the
-    # grouped one, index scores of either ratio and of a list, mixes.
-    assert text.count("custom_call @mosaic_gpu") == 3 + 2 + 8 + 1 + 3 + 1
+    # Attention of a window and over caches of either ratio, gate and up, down, linear layers of eight shapes with their
+    # quantisers, the grouped one, index scores of either ratio and of a list, mixes.
+    assert text.count("custom_call @mosaic_gpu") == 3 + 2 + 2 * 8 + 1 + 3 + 1
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(assembly.why_not() is not None, reason=str(assembly.why_not()))
 def test_a_step_holds_every_kernel_and_no_copy_of_weights():
     step = rank_aot.compile_apart(CASE)
-    assert step.calls == {**PER_LAYER, "linear": LINEARS}
+    assert {name: count for name, count in step.calls.items() if name != "linear"} == PER_LAYER
+    # Each has a kernel that quantises its rows, which wq_a and wkv share, and may w1 and w3 of the shared expert.
+    assert 2 * LINEARS - 8 <= step.calls["linear"] <= 2 * LINEARS - 4
     # The largest array that is made is the router's gate in float32, so neither stacks nor caches are copied.
     assert step.largest_bytes < 2 * ONE_EXPERT_BYTES, step.largest
     assert step.kernels < 500
