@@ -13,7 +13,7 @@ from deepinfer_jax.kernels.rms_norm.api import rms_norm
 from deepinfer_jax.model import attention as attending
 from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.engram import engram
-from deepinfer_jax.model.moe import Routed, force_experts, route, run_experts, run_shared
+from deepinfer_jax.model.moe import Routed, force_experts, needs_quantized_rows, route, run_experts, run_shared
 from deepinfer_jax.model.params import DraftParams, HyperParams, Params, layer_slice
 from deepinfer_jax.model.selection import Selection, select
 from deepinfer_jax.model.sources import ring_places, write_sources
@@ -179,6 +179,10 @@ def finish(
     shared = layer_weights(params.moe.shared, index, dtype=attended.dtype, config=config)
     gate, bias = layer_slice(params.moe.gate, index), params.moe.bias[index][None, :]
 
+    # All rows count: the choice of kernels is made for all of them.
+    every_u = jnp.zeros((attended.shape[0], config.model.hidden_size), attended.dtype)
+    quantizes = needs_quantized_rows(params.moe, shared, every_u, config=config)
+
     def before_experts(
         stages: Stages, attended: Array, entered: Entered, is_image: Array | None
     ) -> tuple[Array, hyper.Mix, Routed]:
@@ -193,7 +197,8 @@ def finish(
         own_bias = bias
         if is_image is not None:
             own_bias = jnp.where(is_image[:, None], params.moe.bias_vl[index][None, :], bias)
-        return streams, mix, route(gate, own_bias, u, prefix=prefix, config=config, stages=stages)
+        routed = route(gate, own_bias, u, prefix=prefix, config=config, stages=stages, quantizes=quantizes)
+        return streams, mix, routed
 
     def after_experts(
         stages: Stages, outputs: Array, shared_out: Array, streams: Array, mix: hyper.Mix

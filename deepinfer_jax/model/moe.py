@@ -40,9 +40,11 @@ def route(
     prefix: str,
     config: RuntimeConfig,
     stages: Stages,
+    quantizes: bool | None = None,
 ) -> Routed:
-    """Expert choice."""
-    model, quantizes = config.model, config.policy.quantizes_activations
+    """Expert choice. quantizes: u goes through FP8 for the experts; None: as the numerics say."""
+    model = config.model
+    quantizes = config.policy.quantizes_activations if quantizes is None else quantizes
     names = [f"{prefix}.router_{what}" for what in ("scores", "ids", "weights")]
     ids, weights = router.route(
         u,
@@ -55,6 +57,30 @@ def route(
         backend=config.backend,
     )
     return Routed(u=fp8_roundtrip(u) if quantizes else u, expert_ids=ids, weights=weights)
+
+
+def needs_quantized_rows(
+    moe: MoeParams, shared: ExpertParams | PackedShared, u: Float[Array, "T D"], *, config: RuntimeConfig
+) -> bool:
+    """Whether u goes through FP8 in front of the experts: not where kernels for all of them do that.
+
+    u: all rows of the step on this device; values do not count.
+    """
+    if not config.policy.quantizes_activations or isinstance(moe.experts, EveryExpert):
+        return config.policy.quantizes_activations
+    if config.num_pieces(config.expert_axes) > 1:
+        return True
+    return not experts_api.quantize_rows(
+        u,
+        moe.experts,
+        shared,
+        num_chosen=config.model.num_experts_per_tok,
+        num_experts=config.model.n_routed_experts,
+        limit=config.model.swiglu_limit,
+        tile=config.row_tile,
+        has_fixed_trips=config.has_fixed_trips,
+        backend=config.backend,
+    )
 
 
 def force_experts(routed: Routed, *, config: RuntimeConfig) -> Routed:

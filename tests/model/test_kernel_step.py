@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -16,14 +18,17 @@ from deepinfer_jax.kernels.experts import mosaic_sm90 as experts
 from deepinfer_jax.kernels.hyper import mosaic_sm90 as hyper
 from deepinfer_jax.kernels.indexer import mosaic_sm90 as indexer
 from deepinfer_jax.kernels.linear import mosaic_sm90 as linear
+from deepinfer_jax.model.moe import needs_quantized_rows
+from deepinfer_jax.model.variants import layer_weights
 from deepinfer_jax.testing import assembly, rank_aot
 from deepinfer_jax.testing.rank_model import DecodeCase, rank_model
 from deepinfer_jax.testing.step_bench import compare_logits, jitted_step
 
+NAME = "mosaic_sm90"
 # One layer of each role: window with an Engram table, ratio 2, candidate source, and one that chooses among candidates.
-CASE = rank_aot.RankCase(target="h200", kernels="mosaic_sm90", num_layers=4, num_rows=8, context=256, num_experts=48)
+CASE = rank_aot.RankCase(target="h200", kernels=NAME, num_layers=4, num_rows=8, context=256, num_experts=48)
 # Calls of each function in one layer, or in one layer that has it: three layers choose entries, one has a table.
-PER_LAYER = {"attend": 4, "best_entries": 3, "grouped_linear": 4, "routed_experts": 2 * 4, "sinkhorn": 2 * 4}
+PER_LAYER = {"attend": 4, "best_entries": 3, "grouped_linear": 4, "routed_experts": 3 * 4, "sinkhorn": 2 * 4}
 # Of attention wq_a, wq_b, wkv and wo_b, three matrices of the shared expert; index queries; Engram.
 LINEARS = 4 * (4 + 3) + 3 + 1
 # Sums in another order move some values to the next FP8 code, 6 % away, in front of several products.
@@ -40,9 +45,23 @@ def test_a_kernel_is_lowered_once_for_all_layers():
         "routed_experts": 4,
         "linear": LINEARS,
     }
-    # Attention of a window and over caches of either ratio, gate and up, down, linear layers of eight shapes with their
+    # Attention of a window and over caches of either ratio, experts and linear layers of eight shapes with their
     # quantisers, the grouped one, index scores of either ratio and of a list, mixes.
-    assert text.count("custom_call @mosaic_gpu") == 3 + 2 + 2 * 8 + 1 + 3 + 1
+    assert text.count("custom_call @mosaic_gpu") == 3 + 3 + 2 * 8 + 1 + 3 + 1
+
+
+@pytest.mark.parametrize("num_rows, kernels, want", [(8, NAME, False), (8192, NAME, True), (8, "reference", True)])
+def test_rows_go_through_fp8_unless_the_kernels_of_all_experts_quantise_them(num_rows, kernels, want):
+    config = dataclasses.replace(rank_aot.step_of(CASE)[0], kernels=kernels)
+    found = []
+
+    def look(moe):
+        shared = layer_weights(moe.shared, 0, dtype=jnp.bfloat16, config=config)
+        u = jnp.zeros((num_rows, config.model.hidden_size), jnp.bfloat16)
+        found.append(needs_quantized_rows(moe, shared, u, config=config))
+
+    jax.eval_shape(look, rank_aot.abstract_arguments(CASE)[0].moe)
+    assert found == [want]
 
 
 @pytest.mark.slow

@@ -137,6 +137,35 @@ def routed_experts(
     return select(OP, IMPLS, backend, *arrays, **given).fn(*arrays, **given)
 
 
+def quantize_rows(
+    u: Float[Array, "T D"],
+    experts: Experts,
+    shared: Experts,
+    *,
+    num_chosen: int,
+    num_experts: int,
+    limit: float,
+    tile: int,
+    has_fixed_trips: bool,
+    backend: Backend,
+) -> bool:
+    """Whether routed experts and the shared one quantise such rows themselves, `num_chosen` experts for each row.
+
+    Else they are given rows that have been through `fp8_roundtrip`, where the numerics quantise activations.
+    """
+    if backend.kernels != registry.MOSAIC_SM90:
+        return False
+    ids = jnp.zeros((u.shape[0], num_chosen), jnp.int32)
+    arrays = (u, ids, ids.astype(jnp.float32), jnp.ones(u.shape[0], jnp.bool_), experts, 0)
+    given = {"limit": limit, "quantizes": True}
+    sizes = {"num_experts": num_experts, "tile": tile, "has_fixed_trips": has_fixed_trips}
+    found = (
+        select(OP, IMPLS, backend, *arrays, **given, **sizes),
+        select(SHARED_OP, SHARED_IMPLS, backend, u, shared, **given),
+    )
+    return all(impl.name == registry.MOSAIC_SM90 for impl in found)
+
+
 def shared_expert(
     u: Float[Array, "T D"], expert: Experts, *, limit: float, quantizes: bool, backend: Backend
 ) -> Float[Array, "T D"]:

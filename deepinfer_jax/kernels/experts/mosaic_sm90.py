@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int, UInt8
 
+from deepinfer_jax.kernels.linear.packed_sm90 import quantized_rows
 from deepinfer_jax.kernels.mosaic import FP4_CODE_FACTOR, GROUP, Interpret, observe_last, scale_of, split_nibbles
 from deepinfer_jax.kernels.warpgroup import (
     CHUNK,
@@ -34,7 +35,7 @@ from deepinfer_jax.kernels.warpgroup import (
     split_halves,
     store_quantized,
 )
-from deepinfer_jax.ops.quant import FP8_GROUP, ScaledArray, decode_e8m0, quantize_fp8
+from deepinfer_jax.ops.quant import FP8_GROUP, ScaledArray
 from deepinfer_jax.pytree import pytree_dataclass
 
 ROW_BLOCK = 8  # pairs of one expert are padded to a multiple
@@ -126,9 +127,9 @@ def routed_experts(
 ) -> BFloat16[Array, "T A D"]:
     """Outputs of the chosen experts, times their routing weights; zeros for rows that are not live and ids below 0.
 
-    u: on the grid of `quantize_fp8`. w1, w3 [(layers,) E, inner, D] and w2 [(layers,) E, D, inner]: packed E2M1; the
-    stack over layers is read in place. Differs from the reference by the order of float32 sums over groups of 32
-    columns, and by what one FP8 instruction loses within a group.
+    u: is quantised by `quantize_fp8`, which is exact on its grid. w1, w3 [(layers,) E, inner, D] and w2 [(layers,) E,
+    D, inner]: packed E2M1; the stack over layers is read in place. Differs from the reference by the order of float32
+    sums over groups of 32 columns, and by what one FP8 instruction loses within a group.
     """
     reason = refuses(u, expert_ids, w1, w2, tiling=tiling)
     if reason is not None:
@@ -138,7 +139,7 @@ def routed_experts(
         return jnp.zeros((*expert_ids.shape, width), u.dtype)
     schedule = make_schedule(expert_ids, is_live, num_experts=num_experts, row_tile=tiling.row_tile)
     tiles = schedule.tiles.at[:, 0].add(jnp.asarray(layer, jnp.int32) * num_experts)
-    codes, scales = _operands(u, schedule.pair_at // expert_ids.shape[1])
+    codes, scales = _operands(u, schedule.pair_at // expert_ids.shape[1], interpret)
     shares = weights.reshape(-1).at[schedule.pair_at].get(mode="fill", fill_value=0)
     up = _Product(
         num_rows=inner,
@@ -203,12 +204,16 @@ def _starts(sizes: Int[Array, " E"]) -> Int[Array, " E"]:
 
 
 def _operands(
-    u: Float[Array, "T D"], row_at: Int[Array, " places"]
+    u: Float[Array, "T D"], row_at: Int[Array, " places"], interpret: Interpret
 ) -> tuple[UInt8[Array, "places D"], Float32[Array, "groups places"]]:
-    """Codes and scales of the rows at all places; zeros where there is no row."""
-    packed = quantize_fp8(u)
-    codes = split_nibbles(packed.payload).at[row_at].get(mode="fill", fill_value=0)
-    scales = (decode_e8m0(scale_of(packed)) * FP4_CODE_FACTOR).T
+    """Codes and scales of the rows at all places; zeros where there is no row.
+
+    The shared expert quantises the same rows, for whole blocks of them: a compiler may let one kernel do it for both.
+    """
+    num_rows = u.shape[0]
+    codes, scales = quantized_rows(u, num_rows=-(-num_rows // ROW_BLOCK) * ROW_BLOCK, interpret=interpret)
+    codes = split_nibbles(codes[:num_rows]).at[row_at].get(mode="fill", fill_value=0)
+    scales = scales[:, :num_rows] * FP4_CODE_FACTOR
     return codes, scales.at[:, row_at].get(mode="fill", fill_value=0)
 
 
