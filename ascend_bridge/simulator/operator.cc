@@ -91,9 +91,13 @@ char* Memory::Bytes(const aclTensor& tensor) const {
 Values Memory::Load(const aclTensor& tensor) const {
   if (tensor.count() == 0) return {};
   const char* bytes = Bytes(tensor);
-  Values values;
-  values.reserve(static_cast<size_t>(tensor.count()));
-  for (int64_t place : Places(tensor)) values.push_back(Decode(tensor.dtype, bytes, place));
+  Values values(static_cast<size_t>(tensor.count()));
+  if (tensor.strides == Contiguous(tensor.dims)) {
+    DecodeRow(tensor.dtype, bytes, tensor.offset, values);
+    return values;
+  }
+  const std::vector<int64_t> places = Places(tensor);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = Decode(tensor.dtype, bytes, places[i]);
   return values;
 }
 
