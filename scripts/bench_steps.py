@@ -10,7 +10,7 @@ need at the bandwidth that was measured in the same run (the first line), divide
         [--check] [--profile]
 
 A cell whose weights, caches and temporaries do not fit says so. --check also compares the logits with those of
-kernels=reference, for which few layers are enough: 5 have one of each role. --profile adds the kernels that take most
+kernels=reference, for which few layers are enough: 6 have one of each role. --profile adds the kernels that take most
 time.
 """
 
@@ -95,10 +95,10 @@ def run_cell(
             return True
         inputs = case.batch(config), case.experts(config)
         median_us, state = step_bench.time_step(compiled, params, case.state(config), *inputs, turns=args.turns)
-        trace, _ = step_bench.trace_step(compiled, params, state, *inputs)
     except (ValueError, RuntimeError) as error:
         write({**head, "error": str(error)[:1000], **facts})
         return False
+    trace = traced(compiled, params, state, inputs)
     num_bytes = step_bench.step_bytes(config, params, case)
     record = {
         **head,
@@ -120,6 +120,15 @@ def run_cell(
         names = [{"name": name[:80], "count": count, "us": round(us, 1)} for name, (count, us) in longest]
         write({**head, "op": "step_profile", "kernels": names})
     return True
+
+
+def traced(compiled: Any, params: Params, state: Any, inputs: tuple[Any, Any]) -> step_bench.Trace | None:
+    """The profile of one step; None, with a word on standard error, where the profiler cannot make one."""
+    try:
+        return step_bench.trace_step(compiled, params, state, *inputs)[0]
+    except RuntimeError as error:
+        sys.stderr.write(f"no profile: {error}\n")
+        return None
 
 
 def check_cell(config: RuntimeConfig, case: DecodeCase, facts: dict[str, str]) -> bool:

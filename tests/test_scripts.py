@@ -189,6 +189,29 @@ def test_demo_shows_code_its_speed_and_an_answer_of_the_schema(call):
     assert set(answer) == {"function", "returns", "num_arguments"}
 
 
+def test_a_decode_step_of_a_rank_has_a_line_for_each_cell(call):
+    printed = call(
+        "bench_steps",
+        *(
+            "--model",
+            SCRIPTS.parent / "configs/model/tiny.json",
+            "--kernels",
+            "reference",
+            "--layers",
+            2,
+            "--experts",
+            4,
+        ),
+        *("--rows", 2, "--contexts", 40, "--turns", 1),
+    )
+    ceilings, cell = [json.loads(line) for line in printed.splitlines()]
+    assert ceilings["op"] == "ceilings" and ceilings["bytes_per_s"] > 0
+    assert (cell["op"], cell["impl"], cell["layers"]) == ("step_decode", "reference", 2)
+    assert cell["case"] == "2 rows, context 40"
+    assert cell["kernels_from"] == "program text" and cell["kernels_per_step"] > 100
+    assert cell["bytes"] > 0 and cell["median_us"] > 0
+
+
 @pytest.mark.slow
 def test_steps_on_meshes_are_timed(call):
     sizes = ("--experts", 4, "--rows", 8, "--chunk", 64, "--context", 256, "--turns", 1)

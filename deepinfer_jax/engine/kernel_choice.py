@@ -18,11 +18,10 @@ from deepinfer_jax.kernels.hyper import api as hyper
 from deepinfer_jax.kernels.indexer import api as indexer
 from deepinfer_jax.kernels.indexer.keys import EntryKeys
 from deepinfer_jax.kernels.linear import api as linear
-from deepinfer_jax.kernels.registry import AUTO, REFERENCE, Impl, check_choice, explain
+from deepinfer_jax.kernels.registry import AUTO, REFERENCE, Impl, asked, check_choice, explain
 from deepinfer_jax.model.params import ExpertParams, Params, abstract_params
 from deepinfer_jax.model.state import State, init_state
 from deepinfer_jax.model.variants import layer_weights
-from deepinfer_jax.ops.quant import ScaledArray
 
 _log = logging.getLogger(__name__)
 
@@ -76,8 +75,8 @@ def step_choices(runtime: RuntimeConfig, *, num_rows: int) -> dict[str, str]:
     state = jax.eval_shape(lambda: init_state(runtime, num_slots=1, num_pages=1))
     jax.eval_shape(look, abstract_params(runtime.model), state)
     for op, impls in OPS.items():
-        if not told[op]:  # has no kernel under this name, so no operands are needed to say so
-            tell(op, impls[-1:], "")
+        if not told[op]:  # has no kernel under this name, or one that refuses nothing, so no operands are needed
+            tell(op, asked(impls, op, runtime.backend)[:1], "")
     return {op: _joined(texts) for op, texts in sorted(told.items())}
 
 
@@ -96,7 +95,7 @@ def _tell_products(tell: Any, params: Params, runtime: RuntimeConfig, num_rows: 
     queries = layer_weights(params.indexer.wq_b, 0, dtype=runtime.activation_dtype, config=runtime)
     weights = {"wq_a": own.wq_a, "wq_b": own.wq_b, "wkv": own.wkv, "wo_b": own.wo_b, "index queries": queries}
     for name, w in weights.items():
-        width = w.payload.shape[-1] if isinstance(w, ScaledArray) else w.shape[-1]
+        width = w.shape[-1] if isinstance(w, Array) else w.payload.shape[-1]
         tell(linear.OP, linear.IMPLS, name, _rows(runtime, num_rows, width), w)
     model = runtime.model
     group = model.num_attention_heads // model.o_groups * model.head_dim

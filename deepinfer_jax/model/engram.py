@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.linear.api import PackedLinear
 from deepinfer_jax.kernels.linear.api import linear as packed_linear
 from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.params import EngramParams
@@ -143,7 +144,7 @@ def table_rows(
 
 def _mix_in(
     params: EngramParams,
-    wkv: ScaledArray | Array,
+    wkv: ScaledArray | PackedLinear | Array,
     streams: Float[Array, "T C D"],
     found: ScaledArray,
     is_text: Bool[Array, " T"],
@@ -156,7 +157,7 @@ def _mix_in(
     memory = dequantize(found, streams.dtype).reshape(streams.shape[0], -1)
     memory = rows_for(memory, wkv, config=config)
     # Plain weights are multiplied here on every backend: the host computes all of this for an Ascend device.
-    is_packed = isinstance(wkv, ScaledArray)
+    is_packed = isinstance(wkv, ScaledArray | PackedLinear)
     projected = packed_linear(memory, wkv, backend=config.backend) if is_packed else linear(memory, wkv)
     keys = projected[:, : model.hc_mult * model.hidden_size].reshape(streams.shape)
     value = projected[:, model.hc_mult * model.hidden_size :]

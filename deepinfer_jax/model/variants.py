@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.roles import LayerRole, layer_roles
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.kernels.linear.api import multiplies_packed
+from deepinfer_jax.kernels.linear.api import PackedLinear, multiplies_packed
 from deepinfer_jax.model.params import layer_slice
 from deepinfer_jax.ops import rope
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
@@ -121,7 +121,7 @@ def rows_for(x: Float[Array, "T K"], *weights: Any, config: RuntimeConfig) -> Fl
 
     Kernels for packed weights quantise x themselves, to the same values.
     """
-    by_kernels = all(isinstance(w, ScaledArray) for w in weights)
+    by_kernels = all(isinstance(w, ScaledArray | PackedLinear) for w in weights)
     return fp8_roundtrip(x) if config.policy.quantizes_activations and not by_kernels else x
 
 

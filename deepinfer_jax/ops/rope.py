@@ -42,9 +42,17 @@ def angles(
 
 
 def rotate(
-    x: Float[Array, "T *H N"], cos: Float32[Array, "T F"], sin: Float32[Array, "T F"], *, inverse: bool = False
+    x: Float[Array, "T *H N"],
+    cos: Float32[Array, "T F"],
+    sin: Float32[Array, "T F"],
+    *,
+    inverse: bool = False,
+    may_contract: bool = False,
 ) -> Float[Array, "T *H N"]:
-    """x with its last 2 F channels rotated by row, adjacent channels forming a pair; rounded to x.dtype."""
+    """x with its last 2 F channels rotated by row, adjacent channels forming a pair; rounded to x.dtype.
+
+    may_contract: a compiler may fuse a product and a sum into one operation, which rounds once less.
+    """
     split = x.shape[-1] - 2 * cos.shape[-1]
     tail = x[..., split:].astype(jnp.float32)
     middle = tuple(range(1, x.ndim - 1))
@@ -52,7 +60,8 @@ def rotate(
     if inverse:
         sin = -sin
     a, b = tail[..., 0::2], tail[..., 1::2]
+    products = (a * cos, b * sin, a * sin, b * cos)
     # The barrier keeps a compiler from contracting a product and a sum into one fused operation.
-    a_cos, b_sin, a_sin, b_cos = lax.optimization_barrier((a * cos, b * sin, a * sin, b * cos))
+    a_cos, b_sin, a_sin, b_cos = products if may_contract else lax.optimization_barrier(products)
     rotated = jnp.stack([a_cos - b_sin, a_sin + b_cos], axis=-1).reshape(tail.shape)
     return jnp.concatenate([x[..., :split], round_to(rotated, x.dtype)], axis=-1)

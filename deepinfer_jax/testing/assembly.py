@@ -41,7 +41,7 @@ def why_not() -> str | None:
     """Why nothing can be assembled here, None if it can."""
     if importlib.util.find_spec(_PLUGIN) is None:
         return f"{_PLUGIN} is not installed"
-    return None if _cuda_root() else "there is no ptxas, neither installed by nvidia-cuda-nvcc nor on the PATH"
+    return None if cuda_root() else "there is no ptxas, neither installed by nvidia-cuda-nvcc nor on the PATH"
 
 
 def assemble(target: str, cases: list[tuple[str, str]], *, timeout_s: float = 600.0) -> list[Assembled]:
@@ -56,7 +56,7 @@ def assemble(target: str, cases: list[tuple[str, str]], *, timeout_s: float = 60
     return [Assembled(**{**record, "missing": tuple(record["missing"])}) for record in records]
 
 
-def _cuda_root() -> Path | None:
+def cuda_root() -> Path | None:
     """The directory that holds bin/ptxas."""
     spec = importlib.util.find_spec("nvidia")
     places = [Path(place) / "cu13" for place in (spec.submodule_search_locations or ())] if spec else []
@@ -109,7 +109,7 @@ def main() -> None:
     """Compiles the cases of the command line."""
     asked = json.loads(sys.argv[1])
     os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    root = _cuda_root()
+    root = cuda_root()
     if root is not None:
         os.environ["CUDA_ROOT"] = str(root)
     from jax.experimental import topologies

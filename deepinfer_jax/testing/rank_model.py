@@ -67,8 +67,9 @@ def _kept_layers(model: ModelConfig, count: int) -> list[int]:
         raise ValueError(f"num_layers={count} must be from 1 to {len(everything)}, the layers of the model")
     candidate = model.candidate_source_layer_id
     choosing = [i for i in model.index_source_layer_ids if i > candidate]
-    first = [candidate, *choosing[:1], *sources_of_ratio(model, 2)[:1], *model.engram_layer_ids[:1]]
-    first += [i + 1 for i in first if i + 1 in everything]
+    pairs = sources_of_ratio(model, 2)[:1]
+    first = [candidate, *choosing[:1], *pairs, *model.engram_layer_ids[:1]]
+    first += [i + 1 for i in (candidate, *pairs) if i + 1 in everything]
     return sorted(list(dict.fromkeys([*first, *everything]))[:count])
 
 

@@ -44,14 +44,18 @@ def make_params(config: RuntimeConfig, *, num_experts: int, seed: int = 0) -> Pa
 
 
 def compile_step(config: RuntimeConfig, params: Params, state: State, case: DecodeCase) -> Any:
-    """The step for these shapes; the state is donated. Arguments may be shape structs."""
+    """The step for these shapes; arguments may be shape structs."""
+    return jitted_step(config).lower(params, state, case.batch(config), case.experts(config)).compile()
+
+
+def jitted_step(config: RuntimeConfig) -> Any:
+    """`step(params, state, batch, experts)` to be compiled, with the state donated."""
 
     def step(params: Params, state: State, batch: StepBatch, experts: Mapping[str, Any]) -> tuple[jax.Array, State]:
         output, state = forward(params, state, batch, config=config, forced_selection=experts)
         return output.logits, state
 
-    jitted = jax.jit(step, donate_argnums=(1,), compiler_options=COMPILER_OPTIONS)
-    return jitted.lower(params, state, case.batch(config), case.experts(config)).compile()
+    return jax.jit(step, donate_argnums=(1,), compiler_options=COMPILER_OPTIONS)
 
 
 def step_bytes(config: RuntimeConfig, params: Params, case: DecodeCase) -> int:
@@ -87,12 +91,6 @@ def step_bytes(config: RuntimeConfig, params: Params, case: DecodeCase) -> int:
             listed = model.candidate_topk_blocks * model.candidate_block_size if role.uses_candidates else visible
             total += rows * min(listed, visible) * index_row
     return total + rows * model.vocab_size * 4
-
-
-def fits(compiled: Any, params: Params, free_bytes: int | None) -> bool:
-    """Whether state and temporaries of a compiled step fit beside the parameters that are there."""
-    memory = compiled.memory_analysis()
-    return free_bytes is None or memory.argument_size_in_bytes + memory.temp_size_in_bytes < free_bytes
 
 
 def device_bytes() -> int | None:

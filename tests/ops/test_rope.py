@@ -102,3 +102,12 @@ def test_bf16_rotation_rounds_once(exact_jit):
 def test_empty_inputs_stay_empty(shape: tuple[int, ...]):
     cos, sin = rope.angles(jnp.arange(shape[0], dtype=jnp.int32), rope.frequencies(64, 1e4, None))
     assert rope.rotate(jnp.zeros(shape), cos, sin).shape == shape
+
+
+def test_contracted_rotation_differs_by_a_rounding_at_most():
+    x = jax.random.normal(jax.random.key(0), (5, 3, 16), jnp.float32)
+    cos, sin = rope.angles(jnp.arange(5, dtype=jnp.int32), np.ones(4, np.float32))
+    rotate = jax.jit(rope.rotate, static_argnames=("inverse", "may_contract"))
+    for inverse in (False, True):
+        want = rotate(x, cos, sin, inverse=inverse)
+        compare.assert_close(rotate(x, cos, sin, inverse=inverse, may_contract=True), want, rel_l2=ROTATION_REL_L2)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -11,6 +12,7 @@ from deepinfer_jax.kernels.ascend import DeviceArray
 from deepinfer_jax.kernels.calls import shared_call
 from deepinfer_jax.kernels.linear import cann, mosaic_sm90
 from deepinfer_jax.kernels.linear.cann import MxWeight
+from deepinfer_jax.kernels.linear.packed_sm90 import PackedLinear, pack
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.ops import linear as ops
 from deepinfer_jax.ops.quant import ScaledArray, dequantize
@@ -18,7 +20,7 @@ from deepinfer_jax.ops.quant import ScaledArray, dequantize
 OP, GROUPED_OP = "linear", "grouped_linear"
 
 
-def linear_sm90(x: Float[Array, "T K"], w: ScaledArray) -> Float[Array, "T N"]:
+def linear_sm90(x: Float[Array, "T K"], w: ScaledArray | PackedLinear) -> Float[Array, "T N"]:
     """`mosaic_sm90.linear`, lowered once for all layers."""
     return shared_call(mosaic_sm90.linear)(x, w)
 
@@ -42,8 +44,9 @@ GROUPED_IMPLS = (
     registry.mosaic_sm90(_grouped_sm90, _refuses_grouped_sm90),
     Impl(name=REFERENCE, fn=ops.grouped_linear),
 )
-# MxWeight and DeviceArray: as `engine/ascend.py` packs weights for CANN's operators.
-Weight = ScaledArray | Array | MxWeight | DeviceArray
+# MxWeight and DeviceArray: as `engine/ascend.py` packs weights for CANN's operators. PackedLinear: as
+# `model/kernel_weights.py` packs them for the kernel for Hopper.
+Weight = ScaledArray | Array | MxWeight | DeviceArray | PackedLinear
 
 
 def linear(x: Float[Array, "T K"], w: Weight, *, backend: Backend) -> Float[Array, "T N"]:
@@ -68,6 +71,15 @@ def multiplies_packed(w: ScaledArray, *, dtype: Any, backend: Backend) -> bool:
     rows = jnp.zeros((1, w.payload.shape[-1]), dtype)
     found = (impl for impl in registry.asked(IMPLS, OP, backend) if impl.refuses(rows, w) is None)
     return next((impl.name for impl in found), REFERENCE) != REFERENCE
+
+
+def packed(w: ScaledArray, *, dtype: Any, backend: Backend) -> ScaledArray | PackedLinear:
+    """A weight, or a stack of one for each layer, in the form that no call of `linear` has to change, if there is one.
+
+    See `multiplies_packed`; the payload stays where it is.
+    """
+    one = jax.tree.map(lambda a: a[0], w) if w.payload.ndim == 3 else w
+    return pack(w) if multiplies_packed(one, dtype=dtype, backend=backend) else w
 
 
 def keeps_plain(groups: int, outputs: int, width: int, *, dtype: Any, backend: Backend) -> bool:

@@ -1,8 +1,11 @@
 """Rotary positions, by whatever the backend has for them."""
 
+import functools
+
 from jaxtyping import Array, Float, Float32
 
 from deepinfer_jax.config.runtime import Backend
+from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.kernels.rope import cann
 from deepinfer_jax.ops import rope
@@ -10,6 +13,8 @@ from deepinfer_jax.ops import rope
 OP = "rope"
 IMPLS = (
     Impl(name="cann", fn=cann.rotate_rows, targets=(ASCEND,), refuses=cann.refuses),
+    # XLA's own kernel, one where the reference's barrier makes three.
+    registry.mosaic_sm90(functools.partial(rope.rotate, may_contract=True), registry.accepts),
     Impl(name=REFERENCE, fn=rope.rotate),
 )
 

@@ -1,0 +1,93 @@
+"""A decode step of the released widths through the kernels for Hopper, lowered and compiled without a GPU."""
+
+import dataclasses
+import functools
+import re
+
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deepinfer_jax.config.places import shipped_config
+from deepinfer_jax.config.released import load_config
+from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.kernel_choice import step_choices
+from deepinfer_jax.kernels.attention import mosaic_sm90 as attention
+from deepinfer_jax.kernels.experts import mosaic_sm90 as experts
+from deepinfer_jax.kernels.hyper import mosaic_sm90 as hyper
+from deepinfer_jax.kernels.indexer import mosaic_sm90 as indexer
+from deepinfer_jax.kernels.linear import mosaic_sm90 as linear
+from deepinfer_jax.testing import assembly, rank_aot
+from deepinfer_jax.testing.rank_model import DecodeCase, rank_model
+from deepinfer_jax.testing.step_bench import compare_logits, jitted_step
+
+# One layer of each role: window with an Engram table, ratio 2, candidate source, and one that chooses among candidates.
+CASE = rank_aot.RankCase(target="h200", kernels="mosaic_sm90", num_layers=4, num_rows=8, context=256, num_experts=48)
+# Calls of each function in one layer, or in one layer that has it: three layers choose entries, one has a table.
+PER_LAYER = {"attend": 4, "best_entries": 3, "grouped_linear": 4, "routed_experts": 2 * 4, "sinkhorn": 2 * 4}
+# Of attention wq_a, wq_b, wkv and wo_b, three matrices of the shared expert; index queries; Engram.
+LINEARS = 4 * (4 + 3) + 3 + 1
+# Sums in another order move some values to the next FP8 code, 6 % away, in front of several products.
+LOGITS_REL_L2 = 2e-2
+ONE_EXPERT_BYTES = 5120 * 2304 // 2  # of one matrix; a layer's stack of it has 48 times as many
+
+
+def test_a_kernel_is_lowered_once_for_all_layers():
+    config, _ = rank_aot.step_of(CASE)
+    text = jitted_step(config).trace(*rank_aot.abstract_arguments(CASE)).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
+    assert {name: calls.count(name) for name in ("attend", "routed_experts", "linear")} == {
+        "attend": 4,
+        "routed_experts": 4,
+        "linear": LINEARS,
+    }
+    # Attention of a window and over caches of either ratio, gate and up, down, linear layers of eight shapes with their
+    # quantisers, the grouped one, index scores of either ratio and of a list, mixes.
+    assert text.count("custom_call @mosaic_gpu") == 3 + 2 + 2 * 8 + 1 + 3 + 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(assembly.why_not() is not None, reason=str(assembly.why_not()))
+def test_a_step_holds_every_kernel_and_no_copy_of_weights():
+    step = rank_aot.compile_apart(CASE)
+    assert {name: count for name, count in step.calls.items() if name != "linear"} == PER_LAYER
+    # Each has a kernel that quantises its rows, which wq_a and wkv share, and may w1 and w3 of the shared expert.
+    assert 2 * LINEARS - 8 <= step.calls["linear"] <= 2 * LINEARS - 4
+    # The largest array that is made is the router's gate in float32, so neither stacks nor caches are copied.
+    assert step.largest_bytes < 2 * ONE_EXPERT_BYTES, step.largest
+    assert step.kernels < 500
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels on two multiprocessors of the interpreter."""
+    given = {"interpret": plgpu.InterpretGPUParams()}
+    for module, names in {experts: ("routed_experts",), linear: ("linear", "grouped_linear")}.items():
+        for name in names:
+            monkeypatch.setattr(module, name, functools.partial(getattr(module, name), num_sms=2, **given))
+    for module, name in {attention: "attend", indexer: "best_entries", hyper: "sinkhorn"}.items():
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), **given))
+
+
+@pytest.mark.slow
+def test_a_layer_through_the_kernels_is_that_of_the_reference(interpreted):
+    model = dataclasses.replace(
+        rank_model(load_config(shipped_config(CASE.model)), num_layers=1),
+        vocab_size=512,
+        hidden_size=256,
+        moe_intermediate_size=768,
+        head_dim=128,
+        q_lora_rank=256,
+        o_lora_rank=128,
+        o_groups=2,
+        n_routed_experts=8,
+        engram_compressed_vocab_size=500,
+        image_token_id=500,
+        dspark_noise_token_id=501,
+    )
+    config = RuntimeConfig(model=model, target="nvidia", is_invariant=False, kernels="mosaic_sm90")
+    choices = step_choices(config, num_rows=8)
+    assert {choices[op] for op in ("attention", "experts", "grouped_linear", "hyper", "indexer", "linear")} == {
+        "mosaic_sm90"
+    }
+    case = DecodeCase(num_rows=3, context=130, num_experts=8)
+    assert compare_logits(config, case, ("mosaic_sm90", "reference")) < LOGITS_REL_L2
