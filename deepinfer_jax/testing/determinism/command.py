@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 from deepinfer_jax.config.environ import DEVICES, PROCESS_ENVIRON
@@ -72,8 +73,8 @@ def run_determinism(args: argparse.Namespace) -> int:
     model = model_of(args)
     session = Session(model, num_tokens=num_tokens)
     try:
-        facts = {"model": _name_of(args, model), "numerics": args.numerics, "tokens": num_tokens, **run_facts()}
-        facts |= _ascend_facts(session)
+        facts = {"model": _name_of(args, model), "numerics": args.numerics, "tokens": num_tokens}
+        facts |= {**run_facts(), "devices": len(jax.devices())} | _ascend_facts(session)
         with tqdm(desc="determinism", unit="row", disable=None) as bar:  # None: shown on a terminal only
 
             def watched(rows: Any) -> Any:
