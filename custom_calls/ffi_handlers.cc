@@ -264,7 +264,9 @@ ffi::Error Serve(const Target& target, const Frame& frame) {
     ServeOn(target, frame, Runtime::Get());
     return ffi::Error::Success();
   } catch (const BridgeError& error) {
-    return ffi::Error(static_cast<ffi::ErrorCode>(error.code()), error.what());
+    const std::string text = error.what();
+    const std::string name = std::string(target.name) + ": ";
+    return ffi::Error(static_cast<ffi::ErrorCode>(error.code()), text.rfind(name, 0) == 0 ? text : name + text);
   }
 }
 

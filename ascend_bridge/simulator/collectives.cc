@@ -3,6 +3,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "operator.h"
@@ -144,8 +145,9 @@ HcclResult EnqueueCollective(const Collective& work, HcclComm comm, aclrtStream 
   const Rank rank = *static_cast<Rank*>(comm);
   if (BitsOf(work.dtype) == 0 || rank.device != stream->device() || CurrentDevice() != rank.device)
     return kBadParameter;
+  const std::optional<Fault> fault = state.faults.Next(work.name, rank.device, true);
   stream->Enqueue({work.name,
-                   [=] { return Meet(work, rank); },
+                   [=] { return fault ? Outcome{fault->code, fault->message} : Meet(work, rank); },
                    {{work.send, BytesOf(work, work.send_count)}, {work.recv, BytesOf(work, work.recv_count)}}});
   return kOk;
 }

@@ -44,6 +44,20 @@ SIM_EXPORT int32_t sim_set_faults(const char* json) {
   return kOk;
 }
 
+// From here on every call is noted in which a fault can be planned; `sim_calls` gives them and ends that.
+SIM_EXPORT void sim_record_calls() { State::Get().faults.Record(); }
+
+// [["aclrtMemcpyAsync", "call"], ["aclrtMemcpyAsync", "async"], ...] in order.
+SIM_EXPORT const char* sim_calls() {
+  thread_local std::string text;
+  text = "[";
+  for (const auto& [call, is_async] : State::Get().faults.recorded()) {
+    text += (text.size() > 1 ? ", [" : "[") + Quoted(call) + (is_async ? ", \"async\"]" : ", \"call\"]");
+  }
+  text += "]";
+  return text.c_str();
+}
+
 SIM_EXPORT void sim_set_timing(int64_t delay_us, int64_t jitter_us) { SetTiming(delay_us, jitter_us); }
 
 SIM_EXPORT const char* sim_violations() {

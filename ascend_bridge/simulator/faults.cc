@@ -117,8 +117,21 @@ void FaultPlan::Set(std::vector<Fault> faults) {
   faults_ = std::move(faults);
 }
 
+void FaultPlan::Record() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_recording_ = true;
+  recorded_.clear();
+}
+
+std::vector<std::pair<std::string, bool>> FaultPlan::recorded() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_recording_ = false;
+  return recorded_;
+}
+
 std::optional<Fault> FaultPlan::Next(const std::string& call, int32_t device, bool is_async) {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (is_recording_) recorded_.emplace_back(call, is_async);
   std::optional<Fault> found;
   for (Fault& fault : faults_) {
     const bool is_meant = fault.is_async == is_async && (fault.call == "*" || fault.call == call) &&

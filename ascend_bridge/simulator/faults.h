@@ -5,6 +5,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace ascend_sim {
@@ -28,10 +29,15 @@ class FaultPlan {
   void Set(std::vector<Fault> faults);
   // The fault that this call runs into, counting the call.
   std::optional<Fault> Next(const std::string& call, int32_t device, bool is_async);
+  // Begins to note every call that could run into a fault, in order, and forgets those noted before.
+  void Record();
+  std::vector<std::pair<std::string, bool>> recorded();  // name, and whether it is the asynchronous part
 
  private:
   std::mutex mutex_;
   std::vector<Fault> faults_;
+  bool is_recording_ = false;
+  std::vector<std::pair<std::string, bool>> recorded_;
 };
 
 }  // namespace ascend_sim

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 namespace ascend_sim {
 namespace {
@@ -75,6 +76,41 @@ const FloatFormat* FloatFormatOf(DataType dtype) {
       return &kE4m3;
     case DataType::kFloat4E2m1:
       return &kE2m1;
+    default:
+      return nullptr;
+  }
+}
+
+// The values of all codes.
+std::vector<double> TableOf(const FloatFormat& format) {
+  std::vector<double> values(size_t{1} << (1 + format.exponent_bits + format.mantissa_bits));
+  for (size_t code = 0; code < values.size(); ++code) values[code] = DecodeBits(format, static_cast<uint32_t>(code));
+  return values;
+}
+
+// The same for a type that has a float format, else nullptr.
+const double* ValuesOf(DataType dtype) {
+  switch (dtype) {
+    case DataType::kFloat16: {
+      static const std::vector<double> values = TableOf(kHalf);
+      return values.data();
+    }
+    case DataType::kBf16: {
+      static const std::vector<double> values = TableOf(kBrain);
+      return values.data();
+    }
+    case DataType::kFloat8E5m2: {
+      static const std::vector<double> values = TableOf(kE5m2);
+      return values.data();
+    }
+    case DataType::kFloat8E4m3: {
+      static const std::vector<double> values = TableOf(kE4m3);
+      return values.data();
+    }
+    case DataType::kFloat4E2m1: {
+      static const std::vector<double> values = TableOf(kE2m1);
+      return values.data();
+    }
     default:
       return nullptr;
   }
@@ -167,8 +203,7 @@ const char* NameOf(DataType dtype) {
 }
 
 double Decode(DataType dtype, const char* data, int64_t index) {
-  if (const FloatFormat* format = FloatFormatOf(dtype))
-    return DecodeBits(*format, LoadCode(data, index, BitsOf(dtype)));
+  if (const double* values = ValuesOf(dtype)) return values[LoadCode(data, index, BitsOf(dtype))];
   switch (dtype) {
     case DataType::kFloat:
       return LoadAs<float>(data, index);
@@ -184,6 +219,21 @@ double Decode(DataType dtype, const char* data, int64_t index) {
     }
     default:
       return std::nan("");
+  }
+}
+
+void DecodeRow(DataType dtype, const char* data, int64_t first, std::vector<double>& out) {
+  const double* values = ValuesOf(dtype);
+  if (values != nullptr && BitsOf(dtype) == 8) {
+    for (size_t i = 0; i < out.size(); ++i) out[i] = values[static_cast<uint8_t>(data[first + static_cast<int64_t>(i)])];
+  } else if (values != nullptr && BitsOf(dtype) == 16) {
+    for (size_t i = 0; i < out.size(); ++i) {
+      uint16_t code;
+      std::memcpy(&code, data + 2 * (first + static_cast<int64_t>(i)), sizeof code);
+      out[i] = values[code];
+    }
+  } else {
+    for (size_t i = 0; i < out.size(); ++i) out[i] = Decode(dtype, data, first + static_cast<int64_t>(i));
   }
 }
 

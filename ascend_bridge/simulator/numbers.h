@@ -15,6 +15,8 @@ const char* NameOf(DataType dtype);
 
 // Element `index` of packed data; 4-bit values lie two in a byte, the even index in the low half.
 double Decode(DataType dtype, const char* data, int64_t index);
+// As many elements as `out` has, from `first` on.
+void DecodeRow(DataType dtype, const char* data, int64_t first, std::vector<double>& out);
 void Encode(DataType dtype, char* data, int64_t index, double value);
 
 // The value as the type holds it.

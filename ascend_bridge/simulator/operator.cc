@@ -91,9 +91,13 @@ char* Memory::Bytes(const aclTensor& tensor) const {
 Values Memory::Load(const aclTensor& tensor) const {
   if (tensor.count() == 0) return {};
   const char* bytes = Bytes(tensor);
-  Values values;
-  values.reserve(static_cast<size_t>(tensor.count()));
-  for (int64_t place : Places(tensor)) values.push_back(Decode(tensor.dtype, bytes, place));
+  Values values(static_cast<size_t>(tensor.count()));
+  if (tensor.strides == Contiguous(tensor.dims)) {
+    DecodeRow(tensor.dtype, bytes, tensor.offset, values);
+    return values;
+  }
+  const std::vector<int64_t> places = Places(tensor);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = Decode(tensor.dtype, bytes, places[i]);
   return values;
 }
 
@@ -195,6 +199,7 @@ using namespace ascend_sim;
 SIM_EXPORT aclTensor* aclCreateTensor(const int64_t* dims, uint64_t rank, int32_t dtype, const int64_t* strides,
                                       int64_t offset, int32_t format, const int64_t* storage, uint64_t storage_rank,
                                       void* address) {
+  if (Planned("aclCreateTensor")) return nullptr;
   auto* tensor = new aclTensor{static_cast<DataType>(dtype),
                                Dims(dims, dims + rank),
                                Dims(strides, strides + rank),
@@ -213,6 +218,7 @@ SIM_EXPORT aclnnStatus aclDestroyTensor(const aclTensor* tensor) {
 }
 
 SIM_EXPORT aclTensorList* aclCreateTensorList(const aclTensor* const* tensors, uint64_t count) {
+  if (Planned("aclCreateTensorList")) return nullptr;
   auto* list = new aclTensorList{{tensors, tensors + count}};
   State& state = State::Get();
   for (const aclTensor* tensor : list->members) state.Add(const_cast<aclTensor*>(tensor), Kind::kListedTensor);
@@ -231,6 +237,7 @@ SIM_EXPORT aclnnStatus aclDestroyTensorList(const aclTensorList* list) {
 }
 
 SIM_EXPORT aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t count) {
+  if (Planned("aclCreateIntArray")) return nullptr;
   auto* array = new aclIntArray{{values, values + count}};
   State::Get().Add(array, Kind::kIntArray);
   return array;

@@ -102,6 +102,20 @@ void DropStreamsOf(int32_t device) {
   }
 }
 
+void DropEventsOf(int32_t device) {
+  State& state = State::Get();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  for (auto it = state.objects.begin(); it != state.objects.end();) {
+    const auto* event = it->second == Kind::kEvent ? static_cast<Event*>(it->first) : nullptr;
+    if (event == nullptr || event->device != device) {
+      ++it;
+      continue;
+    }
+    delete event;
+    it = state.objects.erase(it);
+  }
+}
+
 // What is still alive when the process says goodbye.
 void NoteLeaks() {
   State& state = State::Get();
@@ -163,6 +177,7 @@ SIM_EXPORT aclError aclrtResetDevice(int32_t device) {
   SIM_PLANNED("aclrtResetDevice")
   if (HeapOf(device) == nullptr) return Fail(kBadDevice, "there is no device " + std::to_string(device));
   DropStreamsOf(device);
+  DropEventsOf(device);
   State& state = State::Get();
   std::lock_guard<std::mutex> lock(state.mutex);
   state.heaps[device] = std::make_unique<Heap>();
@@ -280,7 +295,7 @@ SIM_EXPORT aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, si
 SIM_EXPORT aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
   SIM_PLANNED("aclrtCreateEventExWithFlag")
   if (const int32_t status = NeedContext()) return status;
-  *event = new Event;
+  *event = new Event{CurrentDevice()};
   State::Get().Add(*event, Kind::kEvent);
   return kOk;
 }
@@ -297,7 +312,7 @@ SIM_EXPORT aclError aclrtRecordEvent(aclrtEvent event, aclrtStream pointer) {
   int32_t status = kOk;
   Stream* stream = NeedStream(pointer, status);
   if (stream == nullptr) return status;
-  *static_cast<Event*>(event) = {stream, stream->last_ticket()};
+  *static_cast<Event*>(event) = {stream->device(), stream, stream->last_ticket()};
   return kOk;
 }
 

@@ -26,6 +26,7 @@ inline constexpr int32_t kOutOfMemory = 207001;
 inline constexpr int32_t kCoreException = 507015;
 
 struct Event {
+  int32_t device;
   Stream* stream = nullptr;
   uint64_t ticket = 0;
 };

@@ -133,7 +133,11 @@ BRIDGE_EXPORT int32_t deepinfer_ascend_put(int32_t ordinal, int32_t dtype, const
       device.Upload(tensor, data);
       device.Synchronize();  // the host array may go away once this returns
     } catch (const BridgeError&) {
-      device.Free(tensor.address);
+      try {
+        device.Free(tensor.address);
+      } catch (const BridgeError&) {
+        // The first failure is the one to tell; the memory is let go of later.
+      }
       throw;
     }
     const Handle handle = handles.AddOwned(tensor);

@@ -22,19 +22,15 @@ Tensor Call::Temporary(DataType dtype, const Dims& dims) {
   return {dtype, dims, device_.arena().Take(BytesOf(dtype, dims)), Format::kNd, {}, {}};
 }
 
-aclTensor* Call::Create(const Tensor& tensor) {
+aclTensor* Call::Describe(const Tensor& tensor) {
   const Dims strides = tensor.strides.empty() ? ContiguousStrides(tensor.dims) : tensor.strides;
   const Dims& storage = tensor.storage.empty() ? tensor.dims : tensor.storage;
   aclTensor* made = device_.api().aclCreateTensor(
       tensor.dims.data(), tensor.dims.size(), static_cast<int32_t>(tensor.dtype), strides.data(), 0,
       static_cast<int32_t>(tensor.format), storage.data(), storage.size(), tensor.address);
   if (made == nullptr) throw BridgeError(Code::kInternal, "aclCreateTensor made none of " + DimsText(tensor.dims));
+  tensors_.push_back(made);
   return made;
-}
-
-aclTensor* Call::Describe(const Tensor& tensor) {
-  tensors_.push_back(Create(tensor));
-  return tensors_.back();
 }
 
 aclTensor* Call::Describe(const Tensor& tensor, DataType dtype, const Dims& dims) {
@@ -60,14 +56,19 @@ void* Call::TakeWorkspace(uint64_t bytes, aclOpExecutor* executor) {
 }
 
 aclTensorList* Call::DescribeList(const Tensor& tensor) {
-  const aclTensor* only = Create(tensor);
-  lists_.push_back(device_.api().aclCreateTensorList(&only, 1));
-  return lists_.back();
+  const aclTensor* only = Describe(tensor);
+  aclTensorList* made = device_.api().aclCreateTensorList(&only, 1);
+  if (made == nullptr) throw BridgeError(Code::kInternal, "aclCreateTensorList made none of " + DimsText(tensor.dims));
+  tensors_.pop_back();  // it is the list's from now on
+  lists_.push_back(made);
+  return made;
 }
 
 aclIntArray* Call::IntArray(const std::vector<int64_t>& values) {
-  arrays_.push_back(device_.api().aclCreateIntArray(values.data(), values.size()));
-  return arrays_.back();
+  aclIntArray* made = device_.api().aclCreateIntArray(values.data(), values.size());
+  if (made == nullptr) throw BridgeError(Code::kInternal, "aclCreateIntArray made none of " + DimsText(values));
+  arrays_.push_back(made);
+  return made;
 }
 
 }  // namespace deepinfer::ascend

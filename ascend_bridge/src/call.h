@@ -54,7 +54,6 @@ class Call {
   Communicator communicator(int64_t family) { return runtime_.groups().Find(family, device_.ordinal()); }
 
  private:
-  aclTensor* Create(const Tensor& tensor);
   void* TakeWorkspace(uint64_t bytes, aclOpExecutor* executor);
 
   Runtime& runtime_;

@@ -1,5 +1,6 @@
 #include "device.h"
 
+#include <cstddef>
 #include <utility>
 
 namespace deepinfer::ascend {
@@ -60,28 +61,27 @@ void Device::Start() {
 }
 
 void Device::Reset() {
+  if (dirty_reason_.empty()) dirty_reason_ = "a reset that did not end";
   Check(api_.aclrtSetDevice(ordinal_), "aclrtSetDevice");
+  if (is_started_) api_.aclrtStreamAbort(stream_);
+  Close();
+  Check(api_.aclrtResetDevice(ordinal_), "aclrtResetDevice");
   dirty_reason_.clear();
   recent_.clear();
-  if (is_started_) {
-    Check(api_.aclrtStreamAbort(stream_), "aclrtStreamAbort");
-    Close();
-  }
-  Check(api_.aclrtResetDevice(ordinal_), "aclrtResetDevice");
 }
 
+// A fault that waits here was or will be reported elsewhere, and a device with a fault may refuse to take anything back.
+// What matters is that nothing runs any more: aclrtResetDevice or aclFinalize, which come next, end the rest.
 void Device::Close() {
   if (!is_started_) return;
-  Check(api_.aclrtSetDevice(ordinal_), "aclrtSetDevice");
   is_started_ = false;
-  // A fault that waits here was or will be reported elsewhere; what matters is that nothing runs any more.
   api_.aclrtSynchronizeStreamWithTimeout(stream_, options_.sync_timeout_ms);
   for (const PendingFree& pending : std::exchange(pending_, {})) {
-    api_.aclrtDestroyEvent(pending.event);
+    if (pending.event != nullptr) api_.aclrtDestroyEvent(pending.event);
     api_.aclrtFree(pending.address);
   }
   api_.aclrtFree(std::exchange(arena_base_, nullptr));
-  Check(api_.aclrtDestroyStream(std::exchange(stream_, nullptr)), "aclrtDestroyStream");
+  api_.aclrtDestroyStream(std::exchange(stream_, nullptr));
 }
 
 std::string Device::RecentText() const {
@@ -166,26 +166,38 @@ void* Device::Allocate(size_t bytes) {
 }
 
 void Device::Free(void* address) {
-  aclrtEvent event = nullptr;
-  Check(api_.aclrtCreateEventExWithFlag(&event, kEventSync), "aclrtCreateEventExWithFlag");
-  pending_.push_back({address, event});
-  Check(api_.aclrtRecordEvent(event, stream_), "aclrtRecordEvent");
+  pending_.push_back({address, nullptr, num_enqueued_, false});
+  PendingFree& pending = pending_.back();
+  Check(api_.aclrtCreateEventExWithFlag(&pending.event, kEventSync), "aclrtCreateEventExWithFlag");
+  Check(api_.aclrtRecordEvent(pending.event, stream_), "aclrtRecordEvent");
+  pending.is_recorded = true;
   FreePassed();
 }
 
 void Device::FreePassed() {
-  std::vector<PendingFree> waiting;
-  for (const PendingFree& pending : pending_) {
-    int32_t state = 0;
-    const int32_t status = api_.aclrtQueryEventStatus(pending.event, &state);
-    if (status != 0 || state != kEventComplete) {
-      waiting.push_back(pending);
+  for (size_t i = 0; i < pending_.size();) {
+    if (!HasPassed(pending_[i])) {
+      ++i;
       continue;
     }
-    api_.aclrtDestroyEvent(pending.event);
-    api_.aclrtFree(pending.address);
+    LetGo(pending_[i]);  // where that throws, it is tried again next time
+    pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
   }
-  pending_ = std::move(waiting);
+}
+
+bool Device::HasPassed(const PendingFree& pending) {
+  if (num_passed_ >= pending.last_user) return true;
+  if (!pending.is_recorded) return false;
+  int32_t state = 0;
+  Check(api_.aclrtQueryEventStatus(pending.event, &state), "aclrtQueryEventStatus");
+  return state == kEventComplete;
+}
+
+void Device::LetGo(PendingFree& pending) {
+  pending.last_user = 0;  // it has passed, whatever happens to the event
+  if (pending.event != nullptr) Check(api_.aclrtDestroyEvent(pending.event), "aclrtDestroyEvent");
+  pending.event = nullptr;
+  Check(api_.aclrtFree(pending.address), "aclrtFree");
 }
 
 }  // namespace deepinfer::ascend

@@ -44,7 +44,8 @@ class Device {
 
   // Makes this thread's context the device's, starts the device at the first call, and refuses a dirty device.
   void Enter();
-  // Drops all work and memory, makes every handle stale, and starts anew; the way out of the dirty state.
+  // Drops all work and memory, makes every handle stale, and starts anew; the way out of the dirty state. A reset that
+  // fails leaves the device dirty.
   void Reset();
   // Gives memory, stream and events back; the destructor of a started device needs it to have been called.
   void Close();
@@ -64,7 +65,8 @@ class Device {
   void Download(void* host, const Tensor& tensor);
   void Copy(const Tensor& to, const Tensor& from);
 
-  // Memory that outlives steps. `Free` lets go of it once the stream has passed everything enqueued so far.
+  // Memory that outlives steps. `Free` lets go of it once the stream has passed everything enqueued so far, also where
+  // it throws.
   void* Allocate(size_t bytes);
   void Free(void* address);
 
@@ -72,6 +74,7 @@ class Device {
   aclrtStream stream() const { return stream_; }
   Arena& arena() { return arena_; }
   int32_t ordinal() const { return ordinal_; }
+  bool is_started() const { return is_started_; }
 
  private:
   // Work behind `first`, up to and with `last`.
@@ -82,11 +85,15 @@ class Device {
 
   struct PendingFree {
     void* address;
-    aclrtEvent event;
+    aclrtEvent event;    // nullptr: there is none, and a wait has to pass
+    uint64_t last_user;  // `num_enqueued` when it was let go of
+    bool is_recorded;    // whether the event stands behind the last user
   };
 
   void Start();
   void FreePassed();
+  bool HasPassed(const PendingFree& pending);
+  void LetGo(PendingFree& pending);
   std::string RecentText() const;
 
   const Api& api_;

@@ -26,8 +26,14 @@ int64_t Groups::Add(const std::vector<std::vector<int32_t>>& groups) {
     }
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  families_.emplace_back();
-  for (const std::vector<int32_t>& group : groups) Connect(group, families_.back());
+  std::vector<Member> members;
+  try {
+    for (const std::vector<int32_t>& group : groups) Connect(group, members);
+  } catch (const BridgeError&) {
+    for (const Member& member : members) libraries_.collectives().HcclCommDestroy(member.communicator.comm);
+    throw;
+  }
+  families_.push_back(std::move(members));
   return static_cast<int64_t>(families_.size()) - 1;
 }
 

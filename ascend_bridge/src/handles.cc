@@ -120,7 +120,12 @@ void HandleTable::ReleaseAll() {
   for (Slot& slot : slots_) {
     if (!slot.is_live) continue;
     Drop(slot);
-    if (slot.is_owned) device_.Free(slot.tensor.address);
+    if (!slot.is_owned) continue;
+    try {
+      device_.Free(slot.tensor.address);
+    } catch (const BridgeError&) {
+      // The device keeps it in mind; the others are let go of all the same.
+    }
   }
 }
 

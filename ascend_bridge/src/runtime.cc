@@ -65,13 +65,11 @@ Runtime::~Runtime() {
   groups_.reset();
   for (size_t i = 0; i < devices_.size(); ++i) {
     std::lock_guard<std::mutex> lock(devices_[i]->mutex);
-    try {
-      libraries_.api().aclrtSetDevice(devices_[i]->ordinal());
-      handles_[i]->ReleaseAll();
-      devices_[i]->Close();
-    } catch (const BridgeError&) {
-      // The device does not answer any more; aclFinalize below ends what is left with the process's connection.
-    }
+    if (!devices_[i]->is_started()) continue;
+    libraries_.api().aclrtSetDevice(devices_[i]->ordinal());
+    handles_[i]->ReleaseAll();
+    devices_[i]->Close();
+    libraries_.api().aclrtResetDevice(devices_[i]->ordinal());  // ends what a fault has left there
   }
   libraries_.api().aclFinalize();
 }

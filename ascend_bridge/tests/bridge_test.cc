@@ -77,13 +77,19 @@ void RunEveryTarget(Call& call) {
             {{"scale", 0.1}});
 }
 
-// A planned failure reaches the caller, and the device goes on or asks for a reset.
-void FailAndGoOn(Runtime& runtime, const char* place, const char* when, int status, bool dirties) {
+void PlanFault(Runtime& runtime, const char* place, const char* when, int status) {
   using SetFaults = int32_t(const char*);
-  const auto set = reinterpret_cast<SetFaults*>(runtime.libraries().Find("sim_set_faults").address);
-  char plan[256];
-  std::snprintf(plan, sizeof plan, "[{\"call\": \"%s\", \"code\": %d, \"message\": \"planned\", \"when\": \"%s\"}]",
-                place, status, when);
+  char plan[256] = "[]";
+  if (place != nullptr) {
+    std::snprintf(plan, sizeof plan,
+                  "[{\"call\": \"%s\", \"code\": %d, \"message\": \"planned\", \"when\": \"%s\"}]", place, status, when);
+  }
+  reinterpret_cast<SetFaults*>(runtime.libraries().Find("sim_set_faults").address)(plan);
+}
+
+// A planned failure reaches the caller, and the device goes on or asks for a reset.
+void FailAndGoOn(Runtime& runtime, const char* place, const char* when, int status, bool dirties,
+                 const char* text = "planned") {
   Device& device = runtime.device(0);
   bool is_told = false;
   {
@@ -91,18 +97,43 @@ void FailAndGoOn(Runtime& runtime, const char* place, const char* when, int stat
     device.Enter();
     Call call(runtime, device);
     const Tensor x = Random(call, DataType::kFloat, {2, 8}), weight = Random(call, DataType::kFloat, {8});
-    set(plan);
+    PlanFault(runtime, place, when, status);
     try {
       RunTarget(RmsNormTarget(), call, {x, weight}, {{"eps", 0.0}});
+      call.DescribeList(x);
+      call.IntArray({1, 2});
     } catch (const BridgeError& error) {
-      is_told = std::strstr(error.what(), "planned") != nullptr;
+      is_told = std::strstr(error.what(), text) != nullptr;
     }
-    set("[]");
+    PlanFault(runtime, nullptr, "", 0);
     device.arena().Rewind(0);
   }
   Expect(is_told, place);
   std::lock_guard<std::mutex> lock(device.mutex);
   if (dirties) device.Reset();
+  device.Enter();
+}
+
+// Memory that could not be let go of at once is free behind the next wait.
+void FreeLater(Runtime& runtime, const char* place) {
+  Device& device = runtime.device(0);
+  std::lock_guard<std::mutex> lock(device.mutex);
+  device.Enter();
+  Tensor tensor{DataType::kFloat, {4}, device.Allocate(16), Format::kNd, {}, {}};
+  const float values[4] = {1, 2, 3, 4};
+  device.Upload(tensor, values);
+  PlanFault(runtime, place, "call", 207001);
+  bool is_told = false;
+  try {
+    device.Free(tensor.address);
+    device.Synchronize();
+    device.Enter();
+  } catch (const BridgeError& error) {
+    is_told = std::strstr(error.what(), place) != nullptr;
+  }
+  Expect(is_told, place);
+  PlanFault(runtime, nullptr, "", 0);
+  device.Synchronize();
   device.Enter();
 }
 
@@ -190,6 +221,13 @@ int main(int count, char** words) {
     FailAndGoOn(runtime, "aclnnRmsNorm", "call", 561103, false);
     FailAndGoOn(runtime, "aclnnRmsNorm", "async", 507015, true);
     FailAndGoOn(runtime, "aclrtSynchronizeStreamWithTimeout", "call", 107020, false);
+    for (const char* place : {"aclCreateTensor", "aclCreateTensorList", "aclCreateIntArray"}) {
+      FailAndGoOn(runtime, place, "call", 1, false, "made none");
+    }
+    for (const char* place :
+         {"aclrtCreateEventExWithFlag", "aclrtRecordEvent", "aclrtDestroyEvent", "aclrtFree"}) {
+      FreeLater(runtime, place);
+    }
     ShareBetweenThreads(runtime);
     SumOverDevices(runtime);
     KeepTensors(runtime);

@@ -21,7 +21,7 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.scheduler.budget import CostCurve
 
 SUFFIX = ".deepinfer-cost.json"
-FORMAT = "deepinfer_jax cost curve 1"
+FORMAT = "deepinfer_jax cost curve 2"
 VERSIONS = (deepinfer_jax.__version__, metadata.version("jax"), metadata.version("jaxlib"))
 
 

@@ -17,7 +17,7 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine import layout
 from deepinfer_jax.engine.layout import Chunks, Newest
 from deepinfer_jax.model.backbone import Features
-from deepinfer_jax.model.draft import draft_block, write_context
+from deepinfer_jax.model.draft import DraftOutput, draft_block, write_context
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import State
 from deepinfer_jax.model.variants import Index
@@ -145,14 +145,16 @@ def propose(
     settings: sampling.SampleSettings,
     speculation: Speculation,
 ) -> tuple[State, Newest, Int32[Array, "F C"]]:
-    """Drafts behind the newest token of each chunk that drew one.
+    """Drafts behind the newest token of each chunk that drew one and is to have drafts; all committed rows become
+    context.
 
     Also returns what the host is told of them: for each of the G drafts its id, the bits of its raw confidence, and
     the bits of its processed log-probability, one field after the other (F = 3 G).
     """
     assert state.draft is not None and newest.survival is not None
     fields, is_drawing = chunks.fields, num_kept > 0
-    slots = jnp.where(is_drawing, fields["slots"], -1)
+    is_proposing = is_drawing & (fields["proposes"] != 0)
+    slots = jnp.where(is_proposing, fields["slots"], -1)
     ends = jnp.full(newest.positions.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
     last_slots = jnp.where(fields["draws"] != 0, fields["slots"], -1)
     ends = ends.at[layout.outside(last_slots)].set(chunks.draw_positions + num_kept - 1, mode="drop")
@@ -176,26 +178,27 @@ def propose(
         return sampled.token_ids, (sampled.token_logprobs, *distributions)
 
     def draw(place: Index, logits: Float32[Array, "C V"]) -> tuple[Int32[Array, " C"], tuple[Array, ...]]:
-        rows = layout.draft_rows(fields, positions + 1 + place, is_drawing)
+        rows = layout.draft_rows(fields, positions + 1 + place, is_proposing)
         return map_rows(
             on_tile,
             logits,
             dataclasses.replace(rows, seed_lo=noise[0], seed_hi=noise[1]),
             tile=config.product_tile,
-            num_live=num_leading(is_drawing),
+            num_live=num_leading(is_proposing),
             has_fixed_trips=config.has_fixed_trips,
         )
 
-    drafted = draft_block(
-        params,
-        rings,
-        anchors,
-        positions,
-        slots,
-        config=config,
-        draw=draw,
-        context_starts=fields["window_starts"],
-    )
+    def make_drafts() -> DraftOutput:
+        starts = fields["window_starts"]
+        return draft_block(params, rings, anchors, positions, slots, config=config, draw=draw, context_starts=starts)
+
+    def make_none() -> DraftOutput:
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(make_drafts))
+
+    if config.has_fixed_trips and config.dp * config.cp == 1:
+        drafted = lax.cond(jnp.any(is_proposing), make_drafts, make_none)
+    else:  # without live rows its loops make no trips; devices of a mesh must meet in its collectives
+        drafted = make_drafts()
     ids, confidence, logprobs = jax.tree.map(
         lambda a: a[:, : speculation.max_drafts], (drafted.ids, drafted.confidence, drafted.extras[0])
     )

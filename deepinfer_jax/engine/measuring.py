@@ -54,6 +54,7 @@ def cost_curve(
             return CostCurve.from_json(json.loads(told))
     measured = CostCurve(
         points=tuple((rows, measure(pipeline, sizes, rows)) for rows in progress(facts.sizes)),
+        draft_points=tuple((count, draft_ms(pipeline, sizes, count)) for count in measured_requests(sizes)),
         platform=facts.device,
         mesh=facts.mesh,
         dtype=str(model.runtime.numerics),
@@ -81,9 +82,27 @@ def measured_rows(sizes: EngineSizes) -> tuple[int, ...]:
     return tuple(rows)
 
 
+def measured_requests(sizes: EngineSizes) -> tuple[int, ...]:
+    """Numbers of requests whose drafts are timed: each twice the one before, up to all."""
+    most = sizes.scheduler.max_num_seqs
+    return tuple(sorted({min(most, 1 << power) for power in range(most.bit_length() + 1)}))
+
+
 def measure(pipeline: Pipeline, sizes: EngineSizes, num_rows: int) -> float:
-    """Milliseconds of a decode step of so many rows: the median of a few runs."""
-    plan = _decode_plan(sizes, num_rows)
+    """Milliseconds of a decode step of so many rows that makes no drafts: the median of a few runs."""
+    most = sizes.scheduler.max_decode_rows
+    num_requests = min(max(1, -(-num_rows // most)), sizes.scheduler.max_num_seqs)
+    lengths = [min(most, num_rows - most * index) for index in range(num_requests)]
+    return _median_ms(pipeline, _decode_plan(sizes, lengths, proposes=False))
+
+
+def draft_ms(pipeline: Pipeline, sizes: EngineSizes, num_requests: int) -> float:
+    """Milliseconds by which making drafts for so many requests lengthens a step."""
+    without, having = (_decode_plan(sizes, [1] * num_requests, proposes=proposes) for proposes in (False, True))
+    return max(0.0, _median_ms(pipeline, having) - _median_ms(pipeline, without))
+
+
+def _median_ms(pipeline: Pipeline, plan: Plan) -> float:
     times = []
     for _ in range(1 + NUM_RUNS):
         start = time.perf_counter()
@@ -92,11 +111,9 @@ def measure(pipeline: Pipeline, sizes: EngineSizes, num_rows: int) -> float:
     return statistics.median(times[1:])
 
 
-def _decode_plan(sizes: EngineSizes, num_rows: int) -> Plan:
-    """Made-up requests behind a short context, the same on every rank; all but the last verify every draft."""
+def _decode_plan(sizes: EngineSizes, lengths: Sequence[int], *, proposes: bool) -> Plan:
+    """Made-up requests with so many rows each behind a short context, the same on every rank."""
     most, context = sizes.scheduler.max_decode_rows, _context_len(sizes)
-    num_requests = min(max(1, -(-num_rows // most)), sizes.scheduler.max_num_seqs)
-    lengths = [min(most, num_rows - most * index) for index in range(num_requests)]
     options = RequestOptions(SamplingParams(max_tokens=most + 1, ignore_eos=True), seed=0)
     limits = Limits(max_tokens=most + 1, eos_id=-1)
     prompt = np.zeros(context, np.int32).tolist()
@@ -107,6 +124,7 @@ def _decode_plan(sizes: EngineSizes, num_rows: int) -> Plan:
             length=length,
             num_drafts=length - 1,
             draws=True,
+            proposes=proposes,
             draw_position=context,
             first_unknown=context,
             epoch=0,

@@ -274,7 +274,8 @@ class Pipeline:
             end = first + chunk.num_logits - chunk.num_drafts + verified
             rows = [row(i, chunk.sequence.options.params.top_logprobs) for i in range(first, end)]
             first_draw = len(rows) - 1 - verified if chunk.draws else len(rows)
-            proposal = self._proposal(told[2:, index]) if chunk.draws and len(told) > 2 else None
+            is_told = chunk.draws and chunk.proposes and len(told) > 2
+            proposal = self._proposal(told[2:, index]) if is_told else None
             found.append(
                 ChunkDraws(
                     scores=rows[:first_draw],

@@ -207,8 +207,10 @@ class StepLoop:
                 continue
             request_id = sequence.request_id
             tokens, rounds[request_id] = _with_proposal(draws, sequence.proposal)
-            if draws.tokens:  # else it sat the step out, and what was proposed still stands
+            if draws.tokens:
                 self._note_drafts(sequence, draws, step=plan.step)
+            elif sequence.proposal is None:
+                sequence.has_drafts = False  # it sat the step out; what was proposed before would still stand
             found[request_id], failure = _accept(chunk, tokens, self._scheduler.config.max_model_len)
             if failure is not None and not found[request_id]:
                 self._scheduler.end(request_id, failure.reason, error=failure.error)

@@ -170,7 +170,14 @@ class Bridge:
     def put_stack(self, arrays: np.ndarray | Array, *, num_lead: int = 1, device: int = 0) -> DeviceArray:
         """One device tensor for each index of the leading axes, which the words keep; freed when the words are gone."""
         host = np.asarray(arrays)
-        placed = [self.put(array, device=device) for array in host.reshape(-1, *host.shape[num_lead:])]
+        placed: list[DeviceArray] = []
+        try:
+            for array in host.reshape(-1, *host.shape[num_lead:]):
+                placed.append(self.put(array, device=device))
+        except BaseException:
+            made = np.asarray([one.words for one in placed], np.uint32).reshape(len(placed), HANDLE_WORDS)
+            _release_all(self.library, made)
+            raise
         words = np.stack([np.asarray(one.words) for one in placed]).reshape(*host.shape[:num_lead], HANDLE_WORDS)
         held = jax.device_put(words, jax.local_devices(backend=ffi.PLATFORM)[device])
         weakref.finalize(held, _release_all, self.library, words).atexit = False  # an ending process frees everything

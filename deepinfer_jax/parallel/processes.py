@@ -77,9 +77,10 @@ class Agreement:
         self._name, self._count = f"{name}-{next(_agreements)}", 0
 
     def check(self, what: str, contents: Iterable[np.ndarray] = ()) -> None:
-        """Raises ProcessesDifferError where process 0 is about to do something else; nothing to do for one process.
+        """Ends this process where process 0 is about to do something else; nothing to do for one process.
 
-        what: in words. contents: all that is not said there, compared by a checksum.
+        what: in words. contents: all that is not said there, compared by a checksum. Raises ProcessesDifferError where
+        the processes did not find each other by `join_processes`.
         """
         if jax.process_count() == 1:
             return
@@ -93,10 +94,13 @@ class Agreement:
             return
         first = client.blocking_key_value_get(key, _AGREE_TIMEOUT_MS)
         if first != what:
-            raise ProcessesDifferError(
+            error = ProcessesDifferError(
                 f"process {jax.process_index()} is about to launch {what}, process 0 {first}: their requests differ; "
                 "give every process the same requests in the same order, with the same images"
             )
+            if _watches:  # an exception would wait, at the latest when Python ends, for steps that never end
+                _end_now(f"{error}; it ends with the job")
+            raise error
 
     def least(self, value: int) -> int:
         """The smallest value of all processes."""
@@ -168,9 +172,7 @@ class _Watch(threading.Thread):
         return {key.rsplit("/", 1)[1]: value for key, value in self._client.key_value_dir_get(folder)}
 
     def _end(self, why: str) -> NoReturn:
-        sys.stderr.write(f"deepinfer-jax: process {self._index} of {self._count} {why}; it ends with the job\n")
-        sys.stderr.flush()
-        os._exit(EXIT_LOST)  # the main thread may wait for a collective that never ends
+        _end_now(f"process {self._index} of {self._count} {why}; it ends with the job")
 
 
 _ABORT = ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -178,7 +180,12 @@ _ABORT = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 @_ABORT
 def _aborted(_: int) -> None:
-    sys.stderr.write(f"deepinfer-jax: process {jax.process_index()} cannot reach process 0 any more; it ends\n")
+    _end_now(f"process {jax.process_index()} cannot reach process 0 any more; it ends")
+
+
+def _end_now(why: str) -> NoReturn:
+    """Ends this process, whatever its threads wait for: that may be a collective that never ends."""
+    sys.stderr.write(f"deepinfer-jax: {why}\n")
     sys.stderr.flush()
     os._exit(EXIT_LOST)
 

@@ -31,6 +31,7 @@ CHUNK_FIELDS = (
     "num_drafts",  # rows at the end that hold drafts of the slot; the device may verify fewer
     "token_starts",  # place of the first token in `tokens`; drafts, and a first token that follows, are not there
     "draws",  # 1: the last row, and every draft, draws a token
+    "proposes",  # 1: drafts are made behind its draw
     "scores",  # 1: every row has a logit row
     "next_tokens",  # the known token behind the chunk, -1 if there is none
     "tail_starts",
@@ -162,6 +163,7 @@ def _facts(chunk: Chunk, token_start: int) -> tuple[int, ...]:
         chunk.num_drafts,
         token_start,
         int(chunk.draws),
+        int(chunk.proposes),
         int(chunk.scores),
         NO_TOKEN if chunk.draws or chunk.end >= sequence.num_tokens else sequence.tokens_from(chunk.end, 1)[0],
         sequence.tail_start,

@@ -15,12 +15,12 @@ from jaxtyping import Bool, Float32, Float64, Int, Int32, Int64
 
 type Survival = np.ndarray | Sequence[Sequence[float]]  # [R, G], or the drafts of each request; NaN: no estimate
 
-_JSON_KEYS = frozenset({"platform", "mesh", "dtype", "points", "row_slope_ms"})
+_JSON_KEYS = frozenset({"platform", "mesh", "dtype", "points", "row_slope_ms", "draft_points"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostCurve:
-    """Milliseconds of a decode step by its rows.
+    """Milliseconds of a decode step by its rows, and of making drafts in it by its requests.
 
     Up to the largest compiled size a step costs what the next size does, for it is padded; above, the last slope goes
     on. More rows never cost less: a size that was measured faster than a smaller one counts as that one.
@@ -31,6 +31,7 @@ class CostCurve:
     mesh: tuple[int, ...] = (1, 1)
     dtype: str = ""
     row_slope_ms: float = 0.0  # added for each row: what grows with the live rows of one compiled size
+    draft_points: tuple[tuple[int, float], ...] = ()  # (requests, ms of their drafts), rising; none: they cost nothing
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -41,6 +42,11 @@ class CostCurve:
         for size, ms in self.points:
             if not (ms > 0 and np.isfinite(ms)):
                 raise ValueError(f"points has {ms} ms for {size} rows; a step takes a positive time")
+        requests = [count for count, _ in self.draft_points]
+        if any(b <= a for a, b in itertools.pairwise([0, *requests])):
+            raise ValueError(f"draft_points has requests {requests}; they must rise from at least 1")
+        if any(not (ms >= 0 and np.isfinite(ms)) for _, ms in self.draft_points):
+            raise ValueError(f"draft_points={self.draft_points} has a time that is negative or not finite")
         if not (self.row_slope_ms >= 0 and np.isfinite(self.row_slope_ms)):
             raise ValueError(f"row_slope_ms={self.row_slope_ms} must be finite and not negative")
 
@@ -58,6 +64,15 @@ class CostCurve:
             slope = (ms[-1] - ms[-2]) / (sizes[-1] - sizes[-2])
         return padded + slope * np.maximum(rows - sizes[-1], 0) + self.row_slope_ms * rows
 
+    def draft_cost(self, num_requests: int) -> float:
+        """Milliseconds of making drafts for so many requests: between two points on a line, in front of the first one
+        as much as there, behind the last one in proportion.
+        """
+        if not self.draft_points:
+            return 0.0
+        counts, ms = zip(*self.draft_points, strict=True)
+        return float(np.interp(num_requests, counts, ms)) * max(1.0, num_requests / counts[-1])
+
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON's types; `from_json` reads it."""
         return {
@@ -66,6 +81,7 @@ class CostCurve:
             "dtype": self.dtype,
             "points": [[size, ms] for size, ms in self.points],
             "row_slope_ms": self.row_slope_ms,
+            "draft_points": [[count, ms] for count, ms in self.draft_points],
         }
 
     @classmethod
@@ -83,6 +99,7 @@ class CostCurve:
                 mesh=tuple(int(size) for size in record.get("mesh", (1, 1))),
                 dtype=str(record.get("dtype", "")),
                 row_slope_ms=float(record.get("row_slope_ms", 0.0)),
+                draft_points=tuple((int(count), float(ms)) for count, ms in record.get("draft_points", ())),
             )
         except TypeError as error:
             raise ValueError(f"{record!r} is no cost curve: {error}; write it with to_json") from error
@@ -113,6 +130,22 @@ def best_budget(
         return len(ranked)
     tokens = num_requests + np.concatenate([[0.0], np.cumsum(ranked)])
     return int(np.argmax(tokens / curve.costs(num_requests + np.arange(len(tokens)))))
+
+
+def drafting_pays(survival: Survival, num_requests: int, curve: CostCurve | None) -> bool:
+    """Whether steps that make drafts and verify the best number of them give more expected tokens for their cost than
+    steps without any, for so many requests; True without a curve.
+
+    survival: of the drafts that each request would have. A tie is no gain.
+    """
+    if curve is None or not curve.draft_points:
+        return True
+    estimates, is_draft = _estimates(survival, None)
+    _check_requests(num_requests, is_draft)
+    ranked = np.sort(estimates[is_draft])[::-1]
+    tokens = num_requests + np.concatenate([[0.0], np.cumsum(ranked)])
+    costs = curve.costs(num_requests + np.arange(len(tokens)))
+    return bool(np.max(tokens / (costs + curve.draft_cost(num_requests))) > num_requests / costs[0])
 
 
 def paper_lengths(

@@ -28,6 +28,7 @@ class Chunk:
     first_unknown: int  # position of the first token that the host does not know and that this may draw
     follows: bool = False  # the first row is the newest token of the slot, which the host has not read
     epoch: int  # of the sequence; results are dropped once it has moved on
+    proposes: bool = True  # drafts are made behind its draw, where the engine drafts at all
     scores: bool = False  # every row has a logit row: those in front of a known prompt token tell its probability
 
     @property

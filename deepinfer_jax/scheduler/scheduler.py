@@ -283,6 +283,7 @@ class Scheduler:
         max_model_len, most = self.config.max_model_len, self.config.max_decode_rows - 1
         decoding = [one for one in rank.running if not one.is_in_prefill and one.may_decode(max_model_len)]
         limits = self.verification.lengths(decoding, most) if self.verification else None
+        proposes = self.verification is None or self.verification.proposes(decoding, most, self._num_steps)
         for index, sequence in enumerate(decoding):
             if sequence.slot < 0:  # it gave way to an older one
                 continue
@@ -291,7 +292,10 @@ class Scheduler:
             length = min(1 + num_drafts, max_model_len - start)
             # Without room for a row an unread step may still reject some of its rows: the request waits for that.
             if self._make_room(rank, sequence, start + length):
-                yield self._launch(sequence, length, num_drafts=length - 1, draws=True, draw_position=start + 1)
+                place = start + 1
+                yield self._launch(
+                    sequence, length, num_drafts=length - 1, draws=True, draw_position=place, proposes=proposes
+                )
 
     def _make_room(self, rank: Rank, sequence: Sequence, num_tokens: int) -> bool:
         """Gives a request the pages of `num_tokens` tokens. The newest ones give way, which may be the request."""
@@ -321,7 +325,14 @@ class Scheduler:
         rank.enqueue(sequence)
 
     def _launch(
-        self, sequence: Sequence, length: int, *, draws: bool, draw_position: int, num_drafts: int = 0
+        self,
+        sequence: Sequence,
+        length: int,
+        *,
+        draws: bool,
+        draw_position: int,
+        num_drafts: int = 0,
+        proposes: bool = True,
     ) -> Chunk:
         """The next rows of a request, which is noted there."""
         chunk = Chunk(
@@ -330,13 +341,14 @@ class Scheduler:
             length=length,
             num_drafts=num_drafts,
             draws=draws,
+            proposes=proposes,
             draw_position=draw_position,
             first_unknown=sequence.num_tokens + sequence.draws_in_flight,
             follows=sequence.draws_in_flight > 0,
             epoch=sequence.epoch,
             scores=sequence.scores_prompt and not sequence.output,
         )
-        sequence.launch_rows(length, step=self._num_steps, draws=draws)
+        sequence.launch_rows(length, step=self._num_steps, draws=draws, proposes=proposes)
         return chunk
 
     # Results.

@@ -215,13 +215,13 @@ class Sequence:
             cut = max((bound for image in ahead for bound in (image.start, image.end) if bound <= end), default=start)
         return max(0, cut - start)
 
-    def launch_rows(self, count: int, *, step: int, draws: bool) -> None:
-        """Notes rows that a step computes, and whether it draws a token for this request."""
+    def launch_rows(self, count: int, *, step: int, draws: bool, proposes: bool = True) -> None:
+        """Notes rows that a step computes, and whether it draws a token for this request and drafts behind it."""
         self.rows_in_flight += count
         self.last_step = step
         if draws:
             self.draws_in_flight += 1
-            self.has_drafts = True
+            self.has_drafts = proposes
 
     def read_rows(self, count: int, num_kept: int) -> None:
         """Notes that the oldest unread rows have been read, and how many of them stay."""

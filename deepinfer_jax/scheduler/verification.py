@@ -7,11 +7,12 @@ Without a policy every draft is verified. Estimates come with what is read of a 
 from collections.abc import Sequence as Seq
 from typing import Protocol, runtime_checkable
 
-from deepinfer_jax.scheduler.budget import CostCurve, best_budget, paper_lengths
+from deepinfer_jax.scheduler.budget import CostCurve, best_budget, drafting_pays, paper_lengths
 from deepinfer_jax.scheduler.plan import Chunk
 from deepinfer_jax.scheduler.sequence import Sequence
 
 ESTIMATES_KEPT = 2
+LOOK_AGAIN = 32  # steps after which drafts are made once more although they did not pay
 
 
 @runtime_checkable
@@ -29,6 +30,10 @@ class VerificationPolicy(Protocol):
     def budget(self, sequences: Seq[Sequence], drafts: Seq[int], step: int) -> int | None:
         """Drafts to verify in all, of so many of each request; the device spreads them. None: all."""
 
+    def proposes(self, sequences: Seq[Sequence], most: int, step: int) -> bool:
+        """Whether the requests that decode in this step get drafts, up to `most` each, for the next one to verify."""
+        ...
+
 
 class BudgetPolicy:
     """The number of drafts that gives the most expected tokens for the measured cost of the step.
@@ -41,6 +46,7 @@ class BudgetPolicy:
 
     def __init__(self, curve: CostCurve | None) -> None:
         self.curve = curve
+        self._drafted_at = 0  # step
 
     def lengths(self, sequences: Seq[Sequence], most: int) -> Seq[int] | None:
         """No limit of a single request."""
@@ -50,6 +56,15 @@ class BudgetPolicy:
         """Of the total over all requests."""
         survival = [_padded(_older(sequence, step), count) for sequence, count in zip(sequences, drafts, strict=True)]
         return best_budget(survival, len(sequences), self.curve)
+
+    def proposes(self, sequences: Seq[Sequence], most: int, step: int) -> bool:
+        """Where the last estimates say that drafts pay, and now and then to see whether that has changed."""
+        survival = [_padded(sequence.estimates[-1][1] if sequence.estimates else (), most) for sequence in sequences]
+        pays = drafting_pays(survival, len(sequences), self.curve) if sequences else True
+        if pays or step - self._drafted_at >= LOOK_AGAIN:
+            self._drafted_at = step
+            return True
+        return False
 
 
 class PaperPolicy:
@@ -72,6 +87,10 @@ class PaperPolicy:
     def budget(self, sequences: Seq[Sequence], drafts: Seq[int], step: int) -> int | None:
         """No limit beside that of each request."""
         return None
+
+    def proposes(self, sequences: Seq[Sequence], most: int, step: int) -> bool:
+        """Always."""
+        return True
 
 
 def budget_of(chunks: Seq[Chunk], policy: VerificationPolicy | None, *, step: int) -> int | None:

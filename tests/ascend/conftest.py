@@ -22,7 +22,7 @@ class Simulator:
 
     def __init__(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
-        for name in ("sim_violations", "sim_counters", "sim_attributes", "aclGetRecentErrMsg"):
+        for name in ("sim_violations", "sim_counters", "sim_attributes", "sim_calls", "aclGetRecentErrMsg"):
             getattr(self.library, name).restype = ctypes.c_char_p
 
     def plan(self, *faults: dict[str, Any]) -> None:
@@ -31,6 +31,13 @@ class Simulator:
 
     def slow_down(self, *, delay_us: int = 0, jitter_us: int = 0) -> None:
         self.library.sim_set_timing(ctypes.c_int64(delay_us), ctypes.c_int64(jitter_us))
+
+    def record_calls(self) -> None:
+        self.library.sim_record_calls()
+
+    def calls(self) -> list[tuple[str, str]]:
+        """Where faults could have been planned since `record_calls`: the call, and "call" or "async"."""
+        return [(name, when) for name, when in json.loads(self.library.sim_calls().decode())]
 
     def violations(self) -> list[str]:
         return json.loads(self.library.sim_violations().decode())

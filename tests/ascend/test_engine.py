@@ -2,7 +2,9 @@
 
 import dataclasses
 import gc
+import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -125,25 +127,29 @@ def check_failure(llm: LLM, text: str) -> None:
 def test_every_failure_at_every_place(bridge, simulator, on_ascend, expected):
     """Each ends its request with the class of the status, leaves nothing behind, and the next request works."""
     llm = on_ascend("staged")
+    bridge.synchronize()  # the device has started
+    simulator.record_calls()
     llm.generate(PROMPTS[:1], GREEDY)
-    at_rest = simulator.counters()
-    for place, when in (
-        ("aclrtSetDevice", "call"),
-        ("aclrtMemcpyAsync", "call"),
-        ("aclrtMemcpyAsync", "async"),
-        ("aclnnRmsNormGetWorkspaceSize", "call"),
-        ("aclnnQuantMatmulV5", "call"),
-        ("aclnnMoeGatingTopKV2", "async"),
-        ("aclrtSynchronizeStreamWithTimeout", "call"),
-    ):
-        for status, name in STATUS_CLASSES.items():
-            simulator.plan({"call": place, "code": status, "message": "told why", "when": when, "nth": 2})
-            check_failure(llm, f"{'' if name == 'INVALID_ARGUMENT' else name}.*simulator device 0.*told why")
+    at_rest, places = simulator.counters(), Counter(simulator.calls())
+    operators = {name.removesuffix("GetWorkspaceSize") for name, _ in places if name.startswith("aclnn")}
+    assert len(operators) >= 10 and all((name, "async") in places for name in operators)
+    statuses = itertools.cycle(STATUS_CLASSES.items())
+    for place, when in places:
+        is_creation = place.startswith("aclCreate")  # it has no status
+        everywhere = place in ("aclrtSetDevice", "aclrtMemcpyAsync", "aclnnQuantMatmulV5")
+        for status, name in itertools.islice(statuses, 1 if is_creation else len(STATUS_CLASSES) if everywhere else 3):
+            fault = {"call": place, "code": status, "message": "told why", "when": when}
+            simulator.plan(fault | {"nth": min(2, places[place, when])})
+            if is_creation:
+                check_failure(llm, f"INTERNAL: deepinfer.cann.*{place} made none")
+            else:
+                check_failure(llm, f"{'' if name == 'INVALID_ARGUMENT' else name}.*simulator device 0.*told why")
             simulator.plan()
             assert simulator.counters() == at_rest, (place, when, status)
-            if name in DIRTYING:
+            if name in DIRTYING and not is_creation:
                 check_failure(llm, "FAILED_PRECONDITION: .*takes no work until reset_device.*told why")
                 bridge.reset_device(0)
+                bridge.synchronize()
     assert ids_of(llm.generate(PROMPTS, GREEDY)) == expected
     llm.close()
 

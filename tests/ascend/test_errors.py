@@ -168,7 +168,7 @@ def test_an_index_outside_is_a_fault_of_the_device(warm):
 
 
 def test_host_code_cannot_use_a_closed_bridge(native):
-    with pytest.raises((*FAILURES, ascend.AscendError), match="FAILED_PRECONDITION: the Ascend bridge is not open"):
+    with pytest.raises((*FAILURES, ascend.AscendError), match="FAILED_PRECONDITION: .*the Ascend bridge is not open"):
         normed()
 
 

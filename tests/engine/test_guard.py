@@ -122,7 +122,7 @@ def test_other_threads_may_read(array):
 
 def reading_launch(engine, monkeypatch, at: int) -> None:
     """Makes the launch of one step read a device array in its middle."""
-    pack, calls = engine.pipeline._pack, []
+    pack, calls = engine.pipeline._contents, []
 
     def pack_and_read(*args):
         calls.append(None)
@@ -130,7 +130,7 @@ def reading_launch(engine, monkeypatch, at: int) -> None:
             int(jnp.asarray(7))
         return pack(*args)
 
-    monkeypatch.setattr(engine.pipeline, "_pack", pack_and_read)
+    monkeypatch.setattr(engine.pipeline, "_contents", pack_and_read)
 
 
 def run(engine) -> dict:

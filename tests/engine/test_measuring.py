@@ -26,6 +26,7 @@ def test_a_curve_is_measured_once_and_kept(agreeing_model, environ, tmp_path, mo
     rows = [size for size, _ in curve.points]
     assert rows == list(measuring.measured_rows(engine.sizes)) and rows[-1] == engine.sizes.buckets.decode_rows[-1]
     assert all(ms > 0 for _, ms in curve.points)
+    assert [count for count, _ in curve.draft_points] == [1, 2, 4] and curve.draft_cost(4) > 0
     driving.add(engine, "r", driving.prompt_of(20), driving.params_of(1))
     assert len(driving.drain(engine)["r"]) == 20, "measuring leaves a working engine"
 

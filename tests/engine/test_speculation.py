@@ -52,8 +52,7 @@ def engine_of(model: Path, cell: Cell, **options: Any) -> LLMEngine:
         max_num_seqs=40,
         num_draft_tokens=cell.drafts,
         varlen_verification=cell.varlen,
-        verification=BudgetPolicy(CURVE) if cell.varlen else None,
-        **options,
+        **{"verification": BudgetPolicy(CURVE) if cell.varlen else None} | options,
     )
 
 
@@ -139,3 +138,33 @@ def test_tokens_and_logprobs_are_those_without_drafts(agreeing_model, cell):
         drafts = engine.stats()["drafts"]
         assert drafts["drafts_accepted"] > 0 and drafts["wasted_rows"] > 0
         assert max(drafts["verified_lens"]) <= cell.drafts
+
+
+class SometimesDrafting(BudgetPolicy):
+    """Drafts in two of three decode steps."""
+
+    def proposes(self, sequences: Any, most: int, step: int) -> bool:
+        return step % 3 > 0
+
+
+@pytest.mark.parametrize("kind", ["sampled", "json"])
+def test_steps_without_drafts_change_no_token(agreeing_model, kind):
+    cell = Cell(drafts=3, varlen=True, kind=kind, is_async=kind == "sampled")
+    engine = engine_of(agreeing_model, cell, verification=SometimesDrafting(None))
+    found = run(engine, cell)
+    want = plain(agreeing_model, kind, "off")
+    assert found == {name: want[name] for name in found}
+    drafts = engine.stats()["drafts"]
+    steps = engine.stats()["decode_steps"]
+    assert drafts["drafts_accepted"] > 0
+    assert drafts["rounds"] < 0.9 * cell.batch * steps  # a round is a request in a step that verifies drafts
+
+
+def test_dear_drafts_are_rarely_made(agreeing_model):
+    cell = Cell(drafts=3, varlen=True)
+    dear = dataclasses.replace(CURVE, draft_points=((1, 50.0),))
+    engine = engine_of(agreeing_model, cell, verification=BudgetPolicy(dear))
+    found = run(engine, cell)
+    want = plain(agreeing_model, "sampled", "off")
+    assert found == {name: want[name] for name in found}
+    assert 0 < engine.stats()["drafts"]["rounds"] < 6 * cell.batch

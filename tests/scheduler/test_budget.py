@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_jax.scheduler.budget import CostCurve, allocate, best_budget, paper_lengths
+from deepinfer_jax.scheduler.budget import CostCurve, allocate, best_budget, drafting_pays, paper_lengths
 
 # The counter-example of the specification (dspark 6.2): steps a second for 1, 2 and 3 rows.
 STEPPED = CostCurve(points=((1, 1 / 1.0), (2, 1 / 0.5), (3, 1 / 0.45)))
@@ -41,7 +41,9 @@ def test_cost_of_live_rows_is_added():
 
 
 def test_curve_survives_json():
-    curve = curve_of((8, 3.5), (16, 5.0), platform="gpu", mesh=(4, 2), dtype="q", row_slope_ms=0.01)
+    curve = curve_of(
+        (8, 3.5), (16, 5.0), platform="gpu", mesh=(4, 2), dtype="q", row_slope_ms=0.01, draft_points=((1, 0.5),)
+    )
     record = json.loads(json.dumps(curve.to_json()))
     assert set(record) >= {"platform", "mesh", "dtype", "points"}
     assert CostCurve.from_json(record) == curve
@@ -62,6 +64,8 @@ def test_curve_survives_json():
         ({"points": [[8, 0.0]]}, "a positive time"),
         ({"points": [[8, math.nan]]}, "a positive time"),
         ({"points": [[8, 3.0]], "row_slope_ms": -1.0}, "not negative"),
+        ({"points": [[8, 3.0]], "draft_points": [[2, 1.0], [2, 2.0]]}, "must rise"),
+        ({"points": [[8, 3.0]], "draft_points": [[2, -1.0]]}, "negative"),
     ],
 )
 def test_what_is_no_curve_is_refused(record, text):
@@ -257,3 +261,31 @@ def test_allocation_is_a_prefix_of_each_request_and_blind_to_padding(rows, budge
     )
     early = paper_lengths(padded[0], STEPPED, num_requests=count, available=padded[1])
     assert early[kept].tolist() == paper_lengths(survival, STEPPED, available=available).tolist()
+
+
+def test_drafts_cost_what_lies_between_the_points():
+    curve = curve_of((8, 1.0), draft_points=((2, 1.0), (4, 3.0)))
+    assert [curve.draft_cost(count) for count in (1, 2, 3, 4, 8)] == [1.0, 1.0, 2.0, 3.0, 6.0]
+    assert curve_of((8, 1.0)).draft_cost(100) == 0.0
+
+
+def test_drafting_pays_where_tokens_outweigh_its_cost():
+    rows = ((8, 1.0), (16, 2.0), (32, 4.0))
+    sure, unsure = [[0.9, 0.8]] * 4, [[0.1, 0.01]] * 4
+    cheap, dear = (curve_of(*rows, draft_points=((4, ms),)) for ms in (0.2, 1.0))
+    # 4 requests: 4 tokens in 1 ms without drafts; 4 sure drafts fit into the same 8 rows, 7.6 tokens in 1.2 or 2 ms.
+    assert drafting_pays(sure, 4, cheap) and not drafting_pays(sure, 4, dear)
+    assert not drafting_pays(unsure, 4, cheap)  # 4.4 tokens in 1.2 ms
+    assert drafting_pays(unsure, 4, None) and drafting_pays(unsure, 4, curve_of(*rows))
+    assert drafting_pays([[float("nan")] * 2] * 4, 4, cheap)  # nothing is known: they count as certain
+
+
+@given(st.lists(st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3), min_size=1, max_size=5), st.floats(0.0, 3.0))
+def test_drafting_pays_exactly_if_some_number_of_drafts_does(survival, draft_ms):
+    curve = curve_of((2, 1.0), (4, 1.3), (8, 2.0), (16, 5.0), draft_points=((5, draft_ms),))
+    count = len(survival)
+    ranked = sorted(itertools.chain.from_iterable(itertools.accumulate(each, min) for each in survival), reverse=True)
+    without = count / curve.cost(count)
+    rates = [(count + sum(ranked[:b])) / (curve.cost(count + b) + draft_ms) for b in range(len(ranked) + 1)]
+    if abs(max(rates) - without) > 1e-9:
+        assert drafting_pays(survival, count, curve) == (max(rates) > without)

@@ -1,11 +1,13 @@
 """Policies see the right estimates."""
 
+import dataclasses
+
 import numpy as np
 
 from deepinfer_jax.scheduler.budget import CostCurve, best_budget, paper_lengths
 from deepinfer_jax.scheduler.plan import Chunk
 from deepinfer_jax.scheduler.sequence import Limits, Sequence
-from deepinfer_jax.scheduler.verification import BudgetPolicy, PaperPolicy, budget_of
+from deepinfer_jax.scheduler.verification import LOOK_AGAIN, BudgetPolicy, PaperPolicy, budget_of
 
 CURVE = CostCurve(points=((2, 1.0), (4, 1.5), (8, 6.0)))
 SURE, UNSURE = (0.9, 0.8, 0.7), (0.2, 0.05, 0.01)
@@ -58,3 +60,18 @@ def test_budgets_follow_the_load():
     assert BudgetPolicy(curve).budget(one, [5], step=9) == 5
     many = [sequence_of((1, (0.3, 0.1, 0.05, 0.02, 0.01))) for _ in range(200)]
     assert BudgetPolicy(curve).budget(many, [5] * 200, step=9) < 20
+
+
+def test_drafts_are_made_while_they_pay_and_now_and_then_to_look_again():
+    policy = BudgetPolicy(dataclasses.replace(CURVE, draft_points=((1, 5.0),)))
+    assert policy.proposes([], 3, step=1) and policy.proposes([sequence_of()], 3, step=2) is False
+    cheap = BudgetPolicy(dataclasses.replace(CURVE, draft_points=((1, 0.3),)))
+    assert cheap.proposes([sequence_of()], 3, step=2)  # nothing is known of its drafts
+    sequences = [sequence_of((2, SURE), (3, UNSURE))]  # the newest one counts
+    asked = [cheap.proposes(sequences, 3, step) for step in range(3, 3 + 3 * LOOK_AGAIN)]
+    assert [step for step, made in enumerate(asked, start=3) if made] == [
+        2 + LOOK_AGAIN,
+        2 + 2 * LOOK_AGAIN,
+        2 + 3 * LOOK_AGAIN,
+    ]
+    assert PaperPolicy(CURVE).proposes(sequences, 3, step=3)

@@ -111,11 +111,13 @@ def test_a_row_that_needs_more_devices_or_vision_is_left_out():
     rows = [
         Perturbation(name="mesh", axis="mesh", run=Session.each_alone, devices=10_000),
         Perturbation(name="images", axis="images", run=Session.each_alone, needs_vision=True),
-        Perturbation(name="plain", axis="none", run=Session.each_alone),
+        Perturbation(name="drafts", axis="drafts", run=Session.each_alone, drafts=3),
+        Perturbation(name="plain", axis="none", run=Session.each_alone, drafts=2),
     ]
-    assert matrix.left_out(rows, has_vision=False) == {
+    assert matrix.left_out(rows, has_vision=False, max_drafts=2) == {
         "mesh": f"needs 10000 devices, here are {len(jax.devices())}",
         "images": "the model has no vision weights",
+        "drafts": "needs 3 drafts, the model makes 2",
     }
 
 

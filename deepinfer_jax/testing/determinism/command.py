@@ -5,8 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
+from deepinfer_jax.config.environ import DEVICES, PROCESS_ENVIRON
+from deepinfer_jax.config.places import shipped_config, shipped_model
+from deepinfer_jax.kernels.ascend import current_bridge
+from deepinfer_jax.kernels.ascend_coverage import MISSING_WORD
+from deepinfer_jax.kernels.registry import ASCEND
 from deepinfer_jax.testing.determinism.driving import Model
 from deepinfer_jax.testing.determinism.matrix import BaseDiffers, choose, run_matrix
 from deepinfer_jax.testing.determinism.session import Session
@@ -17,6 +23,9 @@ EXIT_DIFFERS = 1
 QUICK_TOKENS, FULL_TOKENS = 24, 512
 MIN_TOKENS = 2 * SPARE  # half of them in front of the state that is compared
 NUMERICS = ("q", "bf16")
+# What is taken on an Ascend device: a shape that its operators take, with random weights, and the embedded tokenizer.
+ASCEND_SHAPE, ASCEND_TOKENIZER = "model/tiny-ascend.json", "tiny-code"
+ASCEND_PREFIX = "DEEPINFER_JAX_ASCEND_"
 
 
 def add_determinism_parser(subparsers: Any) -> None:
@@ -29,6 +38,14 @@ def add_determinism_parser(subparsers: Any) -> None:
         "did not happen (docs/determinism.md).",
     )
     parser.add_argument("--model", metavar="MODEL", help="directory or Hugging Face id; default: the embedded one")
+    parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer, if not the model's own")
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="default: JAX's first one. ascend: the simulator of DEEPINFER_JAX_ASCEND_SIM=1, of which alone bits are "
+        "promised; the model is a small one that it takes, unless one is named",
+    )
     parser.add_argument("--numerics", choices=NUMERICS, default="q", help="default: %(default)s")
     parser.add_argument(
         "--quick",
@@ -53,10 +70,11 @@ def run_determinism(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ValueError(f"--json={args.json} is in a folder that does not exist; make it, or name another file")
     chosen = choose(args.only, is_quick=args.quick)
-    model = Model(path=args.model, numerics=args.numerics)
-    facts = {"model": args.model or "embedded", "numerics": args.numerics, "tokens": num_tokens, **run_facts()}
+    model = model_of(args)
     session = Session(model, num_tokens=num_tokens)
     try:
+        facts = {"model": _name_of(args, model), "numerics": args.numerics, "tokens": num_tokens}
+        facts |= {**run_facts(), "devices": len(jax.devices())} | _ascend_facts(session)
         with tqdm(desc="determinism", unit="row", disable=None) as bar:  # None: shown on a terminal only
 
             def watched(rows: Any) -> Any:
@@ -74,3 +92,32 @@ def run_determinism(args: argparse.Namespace) -> int:
         session.close()
     sys.stdout.write(report.to_text() + "\n")
     return 0 if report.is_ok else EXIT_DIFFERS
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    """What the engines share. On an Ascend device variables say what CANN is, and what its operators lack is named."""
+    if args.device != ASCEND:
+        return Model(path=args.model, numerics=args.numerics, tokenizer=args.tokenizer, device=args.device)
+    given = {name: value for name, value in PROCESS_ENVIRON.items() if name.startswith(ASCEND_PREFIX)}
+    path, tokenizer = args.model, args.tokenizer
+    if path is None:
+        path = str(shipped_config(ASCEND_SHAPE))
+        tokenizer = tokenizer or str(shipped_model(ASCEND_TOKENIZER))
+    return Model(
+        path=path,
+        numerics=args.numerics,
+        tokenizer=tokenizer,
+        device=ASCEND,
+        variables={f"{ASCEND_PREFIX}HOST_OPS": MISSING_WORD} | given,
+    )
+
+
+def _name_of(args: argparse.Namespace, model: Model) -> str:
+    """The model in the report: as it was named, else what is taken."""
+    return args.model or (ASCEND_SHAPE if model.device == ASCEND else "embedded")
+
+
+def _ascend_facts(session: Session) -> dict[str, str]:
+    """The device behind the host and where weights are; nothing where there is none."""
+    bridge = current_bridge() if session.model.device == ASCEND else None
+    return {} if bridge is None else {"device": bridge.soc, "weights": session.main.config.ascend_mode}

@@ -75,15 +75,18 @@ class Model:
     path: str | None  # None: the embedded model
     numerics: str
     jit_cache_dir: str | None = None
+    tokenizer: str | None = None  # None: the model's own
+    device: str = "auto"
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the environment: where CANN is
 
 
 def make_engine(model: Model, max_len: int, setup: EngineSetup, counter: RowCounter) -> LLMEngine:
     """An engine in batch-invariant mode that compiles a step when it is first needed.
 
-    The process environment does not count. max_len: tokens of the longest request.
+    Of the process environment only the model's variables count. max_len: tokens of the longest request.
     """
     variables = {"ENFORCE_EAGER": "1", "DFLASH_ENFORCE_EAGER": "1"} | dict(setup.variables)
-    environ = {f"DEEPINFER_{name}": value for name, value in variables.items()}
+    environ = dict(model.variables) | {f"DEEPINFER_{name}": value for name, value in variables.items()}
     if model.jit_cache_dir is not None:
         environ["DEEPINFER_JIT_CACHE_DIR"] = model.jit_cache_dir
     options: dict[str, Any] = {
@@ -93,6 +96,8 @@ def make_engine(model: Model, max_len: int, setup: EngineSetup, counter: RowCoun
         "stop_preempted_request": False,
         "batch_invariant": True,
         "numerics": model.numerics,
+        "tokenizer": model.tokenizer,
+        "device": model.device,
     }
     args = EngineArgs(model.path, **options | dict(setup.options))
     return LLMEngine(resolve(args, environ), hooks=counter)

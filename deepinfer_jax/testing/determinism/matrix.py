@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from deepinfer_jax.kernels.registry import ASCEND
 from deepinfer_jax.testing import microscope
 from deepinfer_jax.testing.determinism.perturbations import PERTURBATIONS, Perturbation
 from deepinfer_jax.testing.determinism.report import Report, Row, read_report, write_report
@@ -57,7 +58,10 @@ def run_matrix(
     if earlier is not None:
         _check_base(earlier, fingerprints)
     report = earlier or Report(facts=dict(facts), fingerprints=fingerprints)
-    report = dataclasses.replace(report, left_out=left_out(chosen, has_vision=session.has_vision))
+    lacking = left_out(
+        chosen, has_vision=session.has_vision, max_drafts=session.max_drafts, device=session.model.device
+    )
+    report = dataclasses.replace(report, left_out=lacking)
     finished = {row.name for row in report.rows}
     todo = [each for each in chosen if each.name not in finished and each.name not in report.left_out]
     for perturbation in progress(todo):
@@ -99,14 +103,22 @@ def _look(session: Session, difference: Difference, want: Result) -> str:
     return str(finding) if finding else microscope.NOTHING
 
 
-def left_out(chosen: Sequence[Perturbation], *, has_vision: bool) -> dict[str, str]:
+def left_out(
+    chosen: Sequence[Perturbation], *, has_vision: bool, max_drafts: int, device: str = "auto"
+) -> dict[str, str]:
     """The rows that do not apply to this model or machine, and why."""
-    found, num_devices = {}, len(jax.devices())
+    found, num_devices, is_ascend = {}, len(jax.devices()), device == ASCEND
     for each in chosen:
-        if each.devices > num_devices:
+        if each.devices > 1 and is_ascend:
+            found[each.name] = "a model runs on one Ascend device"
+        elif each.devices > num_devices:
             found[each.name] = f"needs {each.devices} devices, here are {num_devices}"
         elif each.needs_vision and not has_vision:
-            found[each.name] = "the model has no vision weights"
+            found[each.name] = "an Ascend device takes no images" if is_ascend else "the model has no vision weights"
+        elif each.drafts > max_drafts and is_ascend:
+            found[each.name] = "draft stages do not run on an Ascend device"
+        elif each.drafts > max_drafts:
+            found[each.name] = f"needs {each.drafts} drafts, the model makes {max_drafts}"
     return found
 
 

@@ -34,6 +34,7 @@ class Perturbation:
     least: Mapping[str, int] = dataclasses.field(default_factory=dict)  # notes that show that it happened
     devices: int = 1
     needs_vision: bool = False
+    drafts: int = 0  # that the model must be able to make
     is_quick: bool = True  # False: another mesh, or more than one further process
 
     def missing(self, notes: Mapping[str, int]) -> str:
@@ -168,6 +169,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
             axis="speculation",
             run=_elsewhere(FEW, ("num_draft_tokens", number)),
             least={"accepted": 1},
+            drafts=number,
         )
         for number in (1, 3, 5)
     ),
@@ -176,6 +178,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         axis="varlen verification",
         run=_elsewhere(FEW, ("num_draft_tokens", 5), ("varlen_verification", True)),
         least={"accepted": 1},
+        drafts=5,
     ),
     *(
         Perturbation(

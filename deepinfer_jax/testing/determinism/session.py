@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.kernels.registry import ASCEND
 from deepinfer_jax.testing.determinism.driving import (
     Arrival,
     EngineSetup,
@@ -48,6 +49,13 @@ class Session:
     def has_vision(self) -> bool:
         """Whether requests may have images."""
         return self.main.params.vision is not None
+
+    @property
+    def max_drafts(self) -> int:
+        """The most tokens that the model may draft."""
+        if self.model.device == ASCEND or not self.main.model.num_nextn_predict_layers:
+            return 0
+        return self.main.model.dspark_block_size
 
     @property
     def scarce_tokens(self) -> int:
