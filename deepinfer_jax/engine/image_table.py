@@ -95,8 +95,9 @@ class ImageTable:
         The rows of those are not theirs. There are as many places as a step may have images.
         """
         wanted = {image.digest: image for image in images}
-        for digest in wanted.keys() & self._places.keys():
-            self._places.move_to_end(digest)  # so that none of them makes room
+        for digest in wanted:  # in this order, which is the same in every process
+            if digest in self._places:
+                self._places.move_to_end(digest)  # so that none of them makes room
         rows: dict[str, int] = {}
         errors: dict[str, Exception] = {}
         for digest, image in wanted.items():
