@@ -8,6 +8,7 @@ from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels.ascend import AscendUnsupportedError
 
 AUTO, REFERENCE, ASCEND, NVIDIA = "auto", "reference", "ascend", "nvidia"
+TRAINING = "training"  # the network under a gradient, on any device
 MOSAIC_SM90 = "mosaic_sm90"  # kernels for Hopper
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32
 
 from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.runtime import Numerics, RuntimeConfig
+from deepinfer_jax.kernels.registry import TRAINING
 from deepinfer_jax.ops.quant import ScaledArray, dequantize
 
 # The rounding points of bfloat16 serving; caches hold plain rows, which `straight_through` quantises.
@@ -42,7 +43,7 @@ def training_config(model: ModelConfig, *, seq_len: int, has_bf16_products: bool
         model=model,
         page_tokens=seq_len,
         is_invariant=False,
-        target="training",
+        target=TRAINING,
         has_bf16_products=has_bf16_products,
     )
 

@@ -6,7 +6,7 @@ from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.calls import shared_call
 from deepinfer_jax.kernels.hyper import mosaic_sm90
-from deepinfer_jax.kernels.registry import ASCEND, NVIDIA, REFERENCE, Impl, select
+from deepinfer_jax.kernels.registry import ASCEND, NVIDIA, REFERENCE, TRAINING, Impl, select
 from deepinfer_jax.ops import hyper
 
 OP = "hyper"
@@ -19,7 +19,7 @@ def _sm90(logits: Float32[Array, "T C C"], *, iterations: int, eps: float) -> Fl
 IMPLS = (
     registry.mosaic_sm90(_sm90, mosaic_sm90.refuses),
     # The host computes this part of a step for an Ascend device, which its caller has agreed to (`ascend_coverage`).
-    Impl(name=REFERENCE, fn=hyper.sinkhorn, targets=("cpu", NVIDIA, ASCEND)),
+    Impl(name=REFERENCE, fn=hyper.sinkhorn, targets=("cpu", NVIDIA, ASCEND, TRAINING)),
 )
 
 
