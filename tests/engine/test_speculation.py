@@ -168,3 +168,19 @@ def test_dear_drafts_are_rarely_made(agreeing_model):
     want = plain(agreeing_model, "sampled", "off")
     assert found == {name: want[name] for name in found}
     assert 0 < engine.stats()["drafts"]["rounds"] < 6 * cell.batch
+
+
+@pytest.mark.slow
+def test_a_step_whose_loops_have_fixed_trips_branches_around_drafts(agreeing_model):
+    environ = {"DEEPINFER_BATCH_INVARIANT": "0", "DEEPINFER_ENFORCE_EAGER": "1"}
+    found = {}
+    for name, policy in (("all", BudgetPolicy(None)), ("some", SometimesDrafting(None))):
+        engine = tiny.tiny_engine(
+            agreeing_model, environ, num_draft_tokens=3, varlen_verification=True, verification=policy
+        )
+        assert engine.runtime.has_fixed_trips
+        driving.add(engine, "r", prompt_of(1), params_of("greedy", seed=1))
+        tokens = driving.facts(driving.drain(engine))
+        found[name] = engine.stats()["drafts"]["rounds"] / engine.stats()["decode_steps"]
+        assert len(tokens) == 1 and engine.stats()["drafts"]["drafts_accepted"] > 0
+    assert found["some"] < found["all"]
