@@ -18,6 +18,7 @@ from jaxtyping import Array, Shaped, UInt8
 
 from deepinfer_jax.ops.quant import ScaledArray
 
+REGISTERS = 65536  # of a multiprocessor
 GROUP = 32  # columns that share a scale, and columns of one FP8 instruction
 # E2M1 bits moved into E4M3 mean 2^-6 of their value: the exponent biases are 1 and 7.
 FP4_CODE_FACTOR = 2.0**6
@@ -37,6 +38,20 @@ def scale_of(w: ScaledArray) -> UInt8[Array, "..."]:
     if w.scale is None:
         raise ValueError("the array has plain values and no scales; pack it with a function of ops.quant")
     return w.scale
+
+
+def check_registers(*wanted: int) -> None:
+    """Checks what the warpgroups of a block set their threads' registers to, one number for each warpgroup.
+
+    A block starts with equal shares, in steps of 8, of a multiprocessor's registers. A warpgroup that asks for more
+    than others have given back waits for ever, so together they may ask for no more than that. Raises ValueError.
+    """
+    start = REGISTERS // (128 * len(wanted)) // 8 * 8
+    if sum(wanted) > start * len(wanted) or any(count % 8 for count in wanted):
+        raise ValueError(
+            f"registers of {len(wanted)} warpgroups are {wanted}, together {sum(wanted)}; they must be multiples of 8 "
+            f"and at most {start * len(wanted)} together, {start} for each as a block starts"
+        )
 
 
 def observe_last(barriers: Any, total: Array, count: int) -> None:

@@ -121,7 +121,7 @@ def test_refusals_say_why():
     "make_tiling, text",
     [
         (lambda: Tiling(row_tile=12), "row_tile=12"),
-        (lambda: KernelTiling(warpgroups=4, registers=128, sum_registers=32), "registers=128"),
+        (lambda: KernelTiling(warpgroups=4, registers=120, sum_registers=32), "120, 120, 120, 120, 24"),
     ],
 )
 def test_bad_tilings_are_errors(make_tiling, text):

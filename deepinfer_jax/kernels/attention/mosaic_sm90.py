@@ -29,7 +29,18 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, BFloat16, Float32, Int
 
 from deepinfer_jax.kernels.attention.keys import KeySources, RowPlaces
-from deepinfer_jax.kernels.mosaic import Interpret, Register, i32, iadd, iand, imul, ixor, shared_address, shr
+from deepinfer_jax.kernels.mosaic import (
+    Interpret,
+    Register,
+    check_registers,
+    i32,
+    iadd,
+    iand,
+    imul,
+    ixor,
+    shared_address,
+    shr,
+)
 from deepinfer_jax.kernels.ptx import (
     array_of,
     global_address,
@@ -56,13 +67,15 @@ _FORMS: tuple[tuple[Form, int], ...] = (("fp8", FP8_GROUP), ("fp8", FP8_GROUP), 
 _PIECE_KEYS = KEY_BLOCK // 2
 _STAGES = 2  # tiles of keys in shared memory
 _SCORES, _VALUES, _PRODUCER, _WARPGROUPS = 0, 1, 2, 3
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 200, 104  # together 3 x 168, what a block starts with
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 200, 104
 _AHEAD = 2  # pieces that are loaded before the oldest of them is decoded
 _TILED = line_tiles(64, 128)
 _BY_HEAD, _BY_KEY = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of a tile of scores
 _COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True, lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
 )
+
+check_registers(_CONSUMER_REGISTERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS)
 
 
 def refuses(

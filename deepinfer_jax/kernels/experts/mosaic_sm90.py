@@ -23,7 +23,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int, UInt8
 
 from deepinfer_jax.kernels.linear.packed_sm90 import quantized_rows
-from deepinfer_jax.kernels.mosaic import FP4_CODE_FACTOR, GROUP, Interpret, observe_last, scale_of, split_nibbles
+from deepinfer_jax.kernels.mosaic import (
+    FP4_CODE_FACTOR,
+    GROUP,
+    Interpret,
+    check_registers,
+    observe_last,
+    scale_of,
+    split_nibbles,
+)
 from deepinfer_jax.kernels.warpgroup import (
     CHUNK,
     HALF_LAYOUT,
@@ -44,7 +52,6 @@ MAX_PAIRS = 4096  # the schedule compares all with all
 SCALE_SLOTS = 2  # units whose weight scales are in shared memory
 COPIES_OF_STAGE = 5  # two tiles of weights, two halves of x, the scales of x
 COPIES_OF_UNIT = 3  # the scales of two tiles of weights, the routing weights
-REGISTERS = 65536  # of a multiprocessor
 SHARED_BYTES = 232448 - 2048  # of a block, less room for barriers and alignment
 COPY_REGISTERS = 24  # of a thread that copies; the others share what it leaves
 
@@ -59,12 +66,7 @@ class KernelTiling:
     most_stages: int = 8
 
     def __post_init__(self) -> None:
-        threads = 128 * (self.warpgroups * self.registers + COPY_REGISTERS)
-        if self.registers % 8 or threads > REGISTERS:
-            raise ValueError(
-                f"{self.warpgroups} warpgroups with registers={self.registers}: must be a multiple of 8 and leave "
-                f"{COPY_REGISTERS} for the threads that copy, of {REGISTERS} registers in all"
-            )
+        check_registers(*[self.registers] * self.warpgroups, COPY_REGISTERS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,14 +34,14 @@ from deepinfer_jax.kernels.linear.products_sm90 import (
     Fp8RowsProduct,
     store_sums,
 )
-from deepinfer_jax.kernels.mosaic import GROUP, Interpret, observe_last
+from deepinfer_jax.kernels.mosaic import GROUP, Interpret, check_registers, observe_last
 from deepinfer_jax.kernels.warpgroup import LINE, ROWS, TILE_TRANSFORMS
 from deepinfer_jax.ops.invariant import ordered_sum, round_to
 from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.pytree import pytree_dataclass
 
 CHUNK_BYTES = 2 * LINE  # of a row: columns are split between such chunks
-REGISTERS, COPY_REGISTERS = 216, 80  # of a thread that multiplies, of one that copies
+REGISTERS, COPY_REGISTERS = 216, 72  # of a thread that multiplies, of one that copies
 SHARED_BYTES = 232448 - 2048  # of a block, less room for barriers and alignment
 ROW_BLOCK = 8
 SCALE_ROOM = 8  # groups of columns in a stage for which there is room
@@ -51,6 +51,8 @@ NUM_SMS = 132
 # adds sums; and reading these, for each split and each multiprocessor's share of the outputs.
 OUT_COST, SUMS_COST, ADDING_COST, READING_COST = 0.7, 1.4, 1.5, 1.4
 FEWER_SPLITS = 1.1  # how much longer fewer splits may take
+
+check_registers(*[REGISTERS] * WARPGROUPS, COPY_REGISTERS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
