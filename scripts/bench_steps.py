@@ -7,7 +7,10 @@ that a rank of eight gets when all have equally many rows. Nothing travels. `fra
 need at the bandwidth that was measured in the same run (the first line), divided by the time that was measured.
 
     python scripts/bench_steps.py --kernels mosaic_sm90 [--layers 40] [--rows 1 16 128 512] [--contexts 4096 8192 65536]
-        [--check] [--profile]
+        [--tables device host] [--check] [--profile]
+
+--tables host keeps the Engram tables in the memory of the host, which gathers rows inside the step; beside a line of
+the same cell with tables on the device it shows what the layers in front of the first table do not hide.
 
 A cell whose weights, caches and temporaries do not fit says so. --check also compares the logits with those of
 kernels=reference, for which few layers are enough: 6 have one of each role. --profile adds the kernels that take most
@@ -31,7 +34,7 @@ from deepinfer_jax.kernels.registry import REFERENCE, check_choice
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.testing import kernel_bench, step_bench
 from deepinfer_jax.testing.facts import run_facts
-from deepinfer_jax.testing.rank_model import DecodeCase, rank_model
+from deepinfer_jax.testing.rank_model import ENGRAM_BASE, DecodeCase, rank_model
 
 MODEL = Path(__file__).parents[1] / "configs/model/deepseek-v4.1-flash.json"
 MOST_NAMES = 25  # of kernels in a profile
@@ -46,12 +49,14 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=48, help="routed experts of the rank in each layer")
     parser.add_argument("--rows", nargs="+", type=int, default=[128, 16, 1, 512])
     parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 65536, 4096], help="tokens of each request")
+    parser.add_argument("--tables", nargs="+", choices=("device", "host"), default=["device"], help="Engram's")
+    parser.add_argument("--table-rows", type=int, default=ENGRAM_BASE, help="of each hash column of a table, about")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="also compare the logits with kernels=reference")
     parser.add_argument("--profile", action="store_true", help="also list the kernels that take most time")
     args = parser.parse_args()
     target = {"gpu": "nvidia"}.get(jax.devices()[0].platform, "cpu")
-    model = rank_model(load_config(args.model), num_layers=args.layers)
+    model = rank_model(load_config(args.model), num_layers=args.layers, engram_base=args.table_rows)
     config = RuntimeConfig(model=model, target=target, is_invariant=target == "cpu", kernels=args.kernels)
     check_choice(OPS, config.backend)
     facts = run_facts()
@@ -63,9 +68,12 @@ def main() -> int:
         for context in args.contexts
         for rows in args.rows
     ]
-    params = step_bench.make_params(config, num_experts=args.experts)
-    is_good = [run_cell(config, params, case, ceilings, args, facts) for case in cases]
-    del params
+    is_good = []
+    for place in args.tables:
+        own = dataclasses.replace(config, engram_on_host=place == "host")
+        params = step_bench.make_params(own, num_experts=args.experts)
+        is_good += [run_cell(own, params, case, ceilings, args, facts) for case in cases]
+        del params
     if args.check:
         is_good += [check_cell(config, case, facts) for case in cases]
     return 0 if all(is_good) else 1
@@ -81,6 +89,7 @@ def run_cell(
 ) -> bool:
     """Writes the line of one case; False where it failed, in which case the line says why."""
     head = {"op": "step_decode", "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
+    head["tables"] = "host" if config.engram_on_host else "device"
     try:
         start = time.perf_counter()
         abstract = jax.eval_shape(lambda: case.state(config))

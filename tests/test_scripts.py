@@ -198,14 +198,15 @@ def test_a_decode_step_of_a_rank_has_a_line_for_each_cell(call):
             "--kernels",
             "reference",
             "--layers",
-            2,
+            5,
             "--experts",
             4,
         ),
-        *("--rows", 2, "--contexts", 40, "--turns", 1),
+        *("--rows", 2, "--contexts", 40, "--turns", 1, "--tables", "device", "host"),
     )
-    (cell,) = [json.loads(line) for line in printed.splitlines()]
-    assert (cell["op"], cell["impl"], cell["layers"]) == ("step_decode", "reference", 2)
+    cell, on_host = [json.loads(line) for line in printed.splitlines()]
+    assert (cell["tables"], on_host["tables"]) == ("device", "host") and "error" not in on_host
+    assert (cell["op"], cell["impl"], cell["layers"]) == ("step_decode", "reference", 5)
     assert cell["case"] == "2 rows, context 40"
     assert cell["kernels_from"] == "program text" and cell["kernels_per_step"] > 100
     assert cell["bytes"] > 0 and cell["fraction"] is None  # bandwidth is measured on GPUs only

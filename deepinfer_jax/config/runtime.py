@@ -128,12 +128,18 @@ class RuntimeConfig:
         return not self.is_invariant
 
     @property
-    def loops_layers(self) -> bool:
-        """Whether all layers share one compiled body. A CPU compiles far less; a GPU would wait at each branch.
+    def is_repeatable(self) -> bool:
+        """Whether the compiler may choose nothing by timing it, as it does for GPUs: two processes might differ."""
+        return self.is_invariant and self.target == "nvidia"
 
-        A step for an Ascend device is a program of the CPU that calls the device for single operators.
+    @property
+    def loops_layers(self) -> bool:
+        """Whether all layers share one compiled body. A CPU compiles far less; a GPU waits at each branch.
+
+        In batch-invariant mode a GPU waits at every loop over tiles already. A step for an Ascend device is a program
+        of the CPU that calls the device for single operators.
         """
-        return self.target in ("cpu", "ascend")
+        return self.target in ("cpu", "ascend") or self.is_invariant
 
     @property
     def activation_dtype(self) -> np.dtype:

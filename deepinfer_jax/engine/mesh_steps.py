@@ -21,7 +21,7 @@ from jaxtyping import Array, Int32
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine import steps
-from deepinfer_jax.engine.steps import COMPILER_OPTIONS, Carried
+from deepinfer_jax.engine.steps import Carried, step_function
 from deepinfer_jax.model.leaves import unchecked
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.shardings import STATE_SPECS, spread, step_specs
@@ -34,7 +34,6 @@ _DEVICES = P((DP, CP))
 _CARRIED = unchecked(Carried, {"state": STATE_SPECS, "newest": _RANKS})
 _COUNTED = P()
 _STATIC = ("shape", "config", "settings", "speculation")
-_step = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 class MeshSteps:
@@ -119,11 +118,12 @@ class MeshSteps:
 
 def num_compiled() -> int:
     """How many versions of these step functions this process has compiled so far."""
-    functions: tuple[Any, ...] = (_run_step, _run_forward, _run_sampling, _copy_states, _best_tokens, _move_experts)
-    return sum(function._cache_size() for function in functions)
+    functions: tuple[Any, ...] = (_copy_states, _best_tokens, _move_experts)
+    configured = (_run_step, _run_forward, _run_sampling)
+    return sum(f.num_compiled() for f in configured) + sum(f._cache_size() for f in functions)
 
 
-@functools.partial(_step, static_argnames=(*_STATIC, "mesh"), donate_argnames=("carried",))
+@step_function(static_argnames=(*_STATIC, "mesh"), donate_argnames=("carried",))
 def _run_step(params: Any, carried: Any, packed: Any, images: Any, *, mesh: Mesh, **static: Any) -> Any:
     def body(params: Any, carried: Any, packed: Any, images: Any) -> Any:
         result, computed, carried = _plain(steps.run_step)(params, carried, packed[0], images, **static)
@@ -133,7 +133,7 @@ def _run_step(params: Any, carried: Any, packed: Any, images: Any, *, mesh: Mesh
     return _on(mesh, body, inputs, (_result_specs(), _COUNTED, _CARRIED))(params, carried, packed, images)
 
 
-@functools.partial(_step, static_argnames=("shape", "config", "speculation", "mesh"), donate_argnames=("carried",))
+@step_function(static_argnames=("shape", "config", "speculation", "mesh"), donate_argnames=("carried",))
 def _run_forward(params: Any, carried: Any, packed: Any, images: Any, *, mesh: Mesh, **static: Any) -> Any:
     def body(params: Any, carried: Any, packed: Any, images: Any) -> Any:
         logits, features, computed, carried = _plain(steps.run_forward)(params, carried, packed[0], images, **static)
@@ -144,7 +144,7 @@ def _run_forward(params: Any, carried: Any, packed: Any, images: Any, *, mesh: M
     return _on(mesh, body, inputs, outputs)(params, carried, packed, images)
 
 
-@functools.partial(_step, static_argnames=(*_STATIC, "mesh"), donate_argnames=("carried",))
+@step_function(static_argnames=(*_STATIC, "mesh"), donate_argnames=("carried",))
 def _run_sampling(
     params: Any, carried: Any, logits: Any, features: Any, packed: Any, masks: Any, *, mesh: Mesh, **static: Any
 ) -> Any:

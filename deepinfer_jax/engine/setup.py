@@ -33,6 +33,8 @@ from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 RELEASED_NUMERICS = "q"
+# Rows of a tile in batch-invariant mode: a GPU's loops are slow to turn, and its products want more rows.
+ROW_TILES = {"cpu": 8, ASCEND: 8, "nvidia": 32}
 MAX_DEVICE_TABLE_BYTES = 1 << 30  # Engram tables that are larger stay on the host, if nobody says where
 MIN_ROLLBACK_TOKENS = 6  # the rings' size in every engine, so that drafts need no other layout
 _PLATFORMS = {"cpu": "cpu", "nvidia": "gpu", ASCEND: "cpu"}
@@ -234,10 +236,10 @@ def context_limit(config: EngineConfig, model: ModelConfig) -> int:
 
 def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str, max_drafts: int = 0) -> RuntimeConfig:
     """The static configuration of every step. Raises NotImplementedError for a promise that the target cannot keep."""
-    if config.batch_invariant and target not in ("cpu", ASCEND):
+    if config.batch_invariant and target not in ROW_TILES:
         raise NotImplementedError(
-            f"batch-invariant mode (DEEPINFER_BATCH_INVARIANT) cannot be promised on {target} in this version: XLA may "
-            "choose other products for other batch sizes there; unset it, or run on the cpu"
+            f"batch-invariant mode (DEEPINFER_BATCH_INVARIANT) cannot be promised on {target} in this version: nobody "
+            "has compared bits there; unset it, or run on the cpu"
         )
     if config.host_ops and target != ASCEND:
         raise ValueError(
@@ -252,6 +254,7 @@ def make_runtime(config: EngineConfig, model: ModelConfig, *, target: str, max_d
         numerics=config.numerics or RELEASED_NUMERICS,  # type: ignore[arg-type]
         rollback_tokens=max(MIN_ROLLBACK_TOKENS, config.max_backtracking_tokens, max_drafts + 1, extra),
         is_invariant=is_invariant,
+        row_tile=ROW_TILES[target if is_invariant else "cpu"],
         replay_mode=config.replay_mode,  # type: ignore[arg-type]
         replay_keep_tokens=config.replay_keep_tokens,
         kernels=config.kernels,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +30,39 @@ from deepinfer_jax.sampling.logits import SampleSettings
 
 # A step rounds where the specification says, nowhere else and nowhere less.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
-_step = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+# Nor is anything chosen by timing it, which differs between processes, or added in the order of arrival.
+REPEATABLE_OPTIONS = {**COMPILER_OPTIONS, "xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
+
+
+class StepFunction:
+    """`jax.jit` of a step, with the compiler options that its `config` calls for."""
+
+    def __init__(self, function: Callable[..., Any], **given: Any) -> None:
+        functools.update_wrapper(self, function)
+        self._plain = jax.jit(function, compiler_options=COMPILER_OPTIONS, **given)
+        self._repeatable = jax.jit(function, compiler_options=REPEATABLE_OPTIONS, **given)
+
+    def __call__(self, *args: Any, config: RuntimeConfig, **static: Any) -> Any:
+        """The step."""
+        return self._for(config)(*args, config=config, **static)
+
+    def lower(self, *args: Any, config: RuntimeConfig, **static: Any) -> Any:
+        """As `jax.jit` has it."""
+        return self._for(config).lower(*args, config=config, **static)
+
+    def num_compiled(self) -> int:
+        """Versions that this process has compiled so far."""
+        return self._plain._cache_size() + self._repeatable._cache_size()
+
+    def _for(self, config: RuntimeConfig) -> Any:
+        return self._repeatable if config.is_repeatable else self._plain
+
+
+def step_function(**given: Any) -> Callable[[Callable[..., Any]], StepFunction]:
+    """A decorator that makes a `StepFunction`; given: arguments of `jax.jit`."""
+    return functools.partial(StepFunction, **given)
+
+
 _STATIC = ("shape", "config", "settings", "speculation")
 
 
@@ -69,7 +102,7 @@ class Masks:
     edits: sampling.Edits | None
 
 
-@functools.partial(_step, static_argnames=_STATIC, donate_argnames=("carried",))
+@step_function(static_argnames=_STATIC, donate_argnames=("carried",))
 def run_step(
     params: Params,
     carried: Carried,
@@ -94,7 +127,7 @@ def run_step(
     return result, computed_of(output), carried
 
 
-@functools.partial(_step, static_argnames=("shape", "config", "speculation"), donate_argnames=("carried",))
+@step_function(static_argnames=("shape", "config", "speculation"), donate_argnames=("carried",))
 def run_forward(
     params: Params,
     carried: Carried,
@@ -111,7 +144,7 @@ def run_forward(
     return output.logits, output.features, computed_of(output), Carried(state=state, newest=carried.newest)
 
 
-@functools.partial(_step, static_argnames=_STATIC, donate_argnames=("carried",))
+@step_function(static_argnames=_STATIC, donate_argnames=("carried",))
 def run_sampling(
     params: Params,
     carried: Carried,
@@ -130,7 +163,7 @@ def run_sampling(
     return _draw(params, carried, chunks, logits, features, masks, shape, config, settings, speculation)
 
 
-@functools.partial(_step, static_argnames=("config",))
+@step_function(static_argnames=("config",))
 def encode_span(
     vision: VisionParams,
     patches: UInt8[Array, "patches pixels"],
@@ -182,9 +215,9 @@ def write_request(carried: Carried, request: State, slot: Int32[Array, ""], page
 
 def num_compiled() -> int:
     """How many versions of the step functions this process has compiled so far."""
-    functions: tuple[Any, ...] = (run_step, run_forward, run_sampling, copy_states, best_tokens)
-    functions += (encode_span, place_span)
-    return sum(function._cache_size() for function in functions)
+    configured = (run_step, run_forward, run_sampling, encode_span)
+    functions: tuple[Any, ...] = (copy_states, best_tokens, place_span)
+    return sum(f.num_compiled() for f in configured) + sum(f._cache_size() for f in functions)
 
 
 def computed_of(output: StepOutput) -> Computed:

@@ -17,6 +17,7 @@ from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import StepBatch
 from deepinfer_jax.model.kernel_weights import for_kernels
 from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.shardings import HOST_MEMORY
 from deepinfer_jax.model.state import State
 from deepinfer_jax.testing import hlo
 from deepinfer_jax.testing.abstract import COMPILER_OPTIONS
@@ -38,8 +39,11 @@ class Trace:
 
 
 def make_params(config: RuntimeConfig, *, num_experts: int, seed: int = 0) -> Params:
-    """Random weights in the forms that the config's kernels read."""
+    """Random weights in the forms that the config's kernels read, Engram tables where the config has them."""
     params = rank_params(config.model, num_experts=num_experts, seed=seed)
+    if config.engram_on_host:
+        embed = jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind(HOST_MEMORY)), params.engram.embed)
+        params = dataclasses.replace(params, engram=dataclasses.replace(params.engram, embed=embed))
     return jax.block_until_ready(for_kernels(params, config=config))
 
 

@@ -75,8 +75,10 @@ def test_runtime_follows_the_configuration(model):
     assert (default.numerics, default.is_invariant, default.rollback_tokens) == ("q", True, 6)
     assert not runtime(EngineArgs(), target="nvidia").is_invariant
     assert not runtime(EngineArgs(), {"DEEPINFER_BATCH_INVARIANT": "0"}).is_invariant
-    with pytest.raises(NotImplementedError, match="cannot be promised on nvidia"):
-        runtime(EngineArgs(), {"DEEPINFER_BATCH_INVARIANT": "1"}, target="nvidia")
+    on_gpu = runtime(EngineArgs(), {"DEEPINFER_BATCH_INVARIANT": "1"}, target="nvidia")
+    assert on_gpu.is_invariant and on_gpu.is_repeatable and on_gpu.row_tile == 32
+    with pytest.raises(NotImplementedError, match="cannot be promised on tpu"):
+        runtime(EngineArgs(), {"DEEPINFER_BATCH_INVARIANT": "1"}, target="tpu")
     assert runtime(EngineArgs(), {"DEEPINFER_JAX_NUMERICS": "bf16"}).numerics == "bf16"
     assert runtime(EngineArgs(dtype="float32")).numerics == "fp32"
     assert runtime(EngineArgs(numerics="fp32_noqdq")).numerics == "fp32_noqdq"
