@@ -39,8 +39,8 @@ class StepFunction:
 
     def __init__(self, function: Callable[..., Any], **given: Any) -> None:
         functools.update_wrapper(self, function)
-        self._plain = jax.jit(function, compiler_options=COMPILER_OPTIONS, **given)
-        self._repeatable = jax.jit(function, compiler_options=REPEATABLE_OPTIONS, **given)
+        self._plain: Any = jax.jit(function, compiler_options=COMPILER_OPTIONS, **given)
+        self._repeatable: Any = jax.jit(function, compiler_options=REPEATABLE_OPTIONS, **given)
 
     def __call__(self, *args: Any, config: RuntimeConfig, **static: Any) -> Any:
         """The step."""
