@@ -23,6 +23,7 @@ def parsed(*options: str) -> argparse.Namespace:
     return cli._make_parser("determinism").parse_args(["determinism", "--device", "ascend", *options])
 
 
+@pytest.mark.slow
 def test_rows_are_equal(bridge, asked):
     session = Session(command.model_of(parsed()), num_tokens=24)
     session.requests = tuple(request for request in session.requests if request.name in SHORT)

@@ -93,6 +93,7 @@ def on_ascend(simulator, monkeypatch) -> Callable[..., LLM]:
     return make
 
 
+@pytest.mark.slow
 def test_staged(bridge, simulator, on_ascend, expected):
     """Ids, then a fault that leaves the device usable, then one that does not, until it is reset."""
     llm = on_ascend("staged")

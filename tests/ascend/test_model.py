@@ -86,6 +86,7 @@ def reference(model) -> RuntimeConfig:
     return RuntimeConfig(model=model, numerics="q")
 
 
+@pytest.mark.slow
 def test_logits_of_a_long_prompt(bridge, damped, ascend_config, reference):
     got = logits_of(pack_params(damped, ascend_config, None), ascend_config)
     compare.assert_close(got, logits_of(damped, reference), rel_l2=LOGITS_REL_L2)

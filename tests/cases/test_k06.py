@@ -77,7 +77,7 @@ def test_mask_equals_compact(monkeypatch: pytest.MonkeyPatch, make_llm, chunked)
     assert KEEP <= rows["compact"]["decoder"] <= KEEP + ALIGNMENT
 
 
-@pytest.mark.parametrize("mode", ["mask", "compact"])
+@pytest.mark.parametrize("mode", [pytest.param("mask", marks=pytest.mark.slow), "compact"])
 def test_log_probabilities_of_the_prompt_are_off_with_a_warning(monkeypatch: pytest.MonkeyPatch, make_llm, mode):
     llm = engine(monkeypatch, make_llm, mode)
     with pytest.warns(UserWarning, match=f"prompt_logprobs is off.*{MODE}"):

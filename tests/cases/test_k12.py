@@ -41,7 +41,7 @@ def test_forced_tokens_have_the_log_probabilities_of_sampled_ones(plain_llm, ans
     np.testing.assert_array_equal(np.array([one.token_logprobs for one in outputs], np.float32), logprobs)
 
 
-@pytest.mark.parametrize("chunk", [None, 32])
+@pytest.mark.parametrize("chunk", [None, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_prompt_has_the_log_probabilities_of_an_answer(agreeing_model, answer, chunk):
     tokens, logprobs = answer
     options = {} if chunk is None else {"max_num_batched_tokens": chunk}

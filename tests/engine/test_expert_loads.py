@@ -44,6 +44,7 @@ def test_the_table_names_the_fullest_experts_and_counts_the_unused():
     assert line[3].startswith("1 (75.0%), 2 (25.0%)")
 
 
+@pytest.mark.slow
 def test_an_engine_tells_the_balance_and_logs_tables(tiny_model, caplog):
     environ = {**EAGER, "DEEPINFER_MOE_LB_STAT_INTERVAL": "3", "DEEPINFER_SHOW_EPLB_DETAIL": "1"}
     engine = tiny.tiny_engine(tiny_model, environ)

@@ -22,6 +22,7 @@ def kinds(engine: LLMEngine) -> set[str]:
     return {str(leaf.sharding.memory_kind) for leaf in jax.tree.leaves(engine.params.engram.embed)}
 
 
+@pytest.mark.slow
 def test_tables_on_the_host_give_the_same(tiny_model):
     host, device = (tiny.tiny_engine(tiny_model, {**EAGER, **where}) for where in (ON_HOST, {}))
     assert kinds(host) == {"pinned_host"}

@@ -192,6 +192,7 @@ def test_a_saved_request_has_its_images(tiny_model, alone, tmp_path, num_steps):
     check_free(other)
 
 
+@pytest.mark.slow
 def test_preempted_requests_encode_their_images_again(tiny_model):
     names = [f"r{index}" for index in range(6)]
     wanted = {name: [*prompt_of(60, seed=7), f"B{name}", *prompt_of(100), "A", 5] for name in names}

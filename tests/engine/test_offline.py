@@ -88,6 +88,7 @@ def check_kills(engine: LLMEngine, model: Path, folder: Path, *, num_lines: int,
     assert all(0 < record["num_tokens"] <= 9 for record in records if "error" not in record)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_twice_has_every_line_once(engine, tiny_model, tmp_path):
     check_kills(engine, tiny_model, tmp_path, num_lines=60, num_kills=2, most=15)
 

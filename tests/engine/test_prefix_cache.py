@@ -33,7 +33,7 @@ def hits(engine) -> tuple[int, int]:
     return stats["prefix_hits"], stats["prefix_hit_tokens"]
 
 
-@pytest.mark.parametrize("length", [2, 63, 64, 65, 150, 400])
+@pytest.mark.parametrize("length", [pytest.param(2, marks=pytest.mark.slow), 63, 64, 65, 150, 400])
 def test_the_same_prompt_again_computes_one_row(tiny_model, length):
     prompt = prompt_of(length)
     engine = engine_of(tiny_model, "exact")

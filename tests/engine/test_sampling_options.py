@@ -504,9 +504,8 @@ VARIABLES = {
 VARIABLES["all"] = {name: value for variable in VARIABLES.values() for name, value in variable.items()}
 
 
-@pytest.mark.parametrize(
-    "names", [pytest.param(name, marks=[] if name == "all" else [pytest.mark.slow]) for name in VARIABLES]
-)
+@pytest.mark.slow  # an engine of its own each
+@pytest.mark.parametrize("names", VARIABLES)
 def test_a_deployment_limits_every_draw(tiny_model, llm, names):
     environ = VARIABLES[names] | {"DEEPINFER_ENFORCE_EAGER": "1"}
     engine = tiny.tiny_engine(tiny_model, environ)

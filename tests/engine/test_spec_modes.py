@@ -37,6 +37,7 @@ def plain(agreeing_model):
     return driving.drain(engine)
 
 
+@pytest.mark.slow
 def test_every_option_gives_the_same_with_drafts(agreeing_model, plain):
     engine = tiny.tiny_engine(agreeing_model, num_draft_tokens=5)
     add_options(engine)
@@ -68,6 +69,7 @@ def test_outputs_tell_what_their_step_verified(agreeing_model):
     assert any(one.accept_tok > 1 for one in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_other_rules_draw_other_tokens_with_the_same_log_probabilities(agreeing_model, rule):
     engine = tiny.tiny_engine(agreeing_model, num_draft_tokens=5, spec_mode=rule)

@@ -25,7 +25,7 @@ from tests.model.running import (
 )
 
 POLICIES = ("fp32_noqdq", "fp32", "bf16", "q")
-QUICK_POLICIES = ["fp32_noqdq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16")), "q"]
+QUICK_POLICIES = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32_noqdq", "fp32", "bf16")), "q"]
 NUM_TOKENS = 61
 # Every choice that the network makes: attended entries, candidate entries, experts.
 ID_STAGES = ("layers.*.topk_idxs", "layers.*.candidate_mask", "layers.*.router_ids")
@@ -115,7 +115,8 @@ def check_random_model(seed: int, numerics: str, num_tokens: int) -> None:
     assert_same_bits(run_chunks(params, tokens, mixed, config=config, slot=1), whole)
 
 
-@pytest.mark.parametrize(("seed", "numerics"), [pytest.param(11, "q", marks=pytest.mark.slow), (12, "fp32_noqdq")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "numerics"), [(11, "q"), (12, "fp32_noqdq")])
 def test_random_models_do_not_depend_on_chunking(seed: int, numerics: str):
     check_random_model(seed, numerics, num_tokens=125)
 
@@ -126,7 +127,7 @@ def test_more_random_models_do_not_depend_on_chunking(seed: int):
     check_random_model(seed, POLICIES[seed % 4], num_tokens=127)
 
 
-@pytest.mark.parametrize("numerics", ["fp32", "q"])
+@pytest.mark.parametrize("numerics", [pytest.param("fp32", marks=pytest.mark.slow), "q"])
 def test_row_does_not_depend_on_batch(tiny_a: tuple[Params, RuntimeConfig], numerics: str):
     """A request alone against the same request between two others, at other row offsets, slots and pages."""
     params, base = tiny_a

@@ -116,7 +116,8 @@ def test_recorded_merged_streams(params: Params, mode: str):
     assert (merged == merged[:, :1]).all(), "all streams begin equal"
 
 
-@pytest.mark.parametrize("mode", [pytest.param("fp32_noqdq", marks=pytest.mark.slow), "fp32"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fp32_noqdq", "fp32"])
 def test_recorded_logits_and_decode_in_float32(params: Params, mode: str):
     """The decode steps run in the program of the prefill: a step with room for images may hold none."""
     recorded, step = recording(mode), compiled_forward(tiny(mode))
@@ -257,7 +258,8 @@ def whole(*names: str) -> list[tuple[str, int, int]]:
     return [(name, 0, len(PROMPTS[name])) for name in names]
 
 
-@pytest.mark.parametrize("numerics", ["fp32", pytest.param("q", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", ["fp32", "q"])
 def test_rows_do_not_depend_on_other_images(params: Params, numerics: str):
     """Alone, together, in another order, and cut around and inside the images: the same bits of logits and state."""
     config = tiny(numerics)

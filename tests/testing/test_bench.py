@@ -16,9 +16,9 @@ def model(tmp_path_factory):
     return write_agreeing_model(tmp_path_factory.mktemp("agreeing"), seed=1)
 
 
-def test_each_batch_and_mode_has_a_line_and_the_plot_is_a_picture(model, tmp_path, capsys):
+@pytest.mark.parametrize("modes", [("off", "fixed"), pytest.param(("off", "rejection"), marks=pytest.mark.slow)])
+def test_each_batch_and_mode_has_a_line_and_the_plot_is_a_picture(model, tmp_path, capsys, modes):
     plot = tmp_path / "curve.png"
-    modes = ("off", "fixed", "rejection")
     assert cli.main(["bench", "--model", str(model), *SMALL, "--modes", *modes, "--plot", str(plot)]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["batch"], row["mode"]) for row in rows] == [(n, mode) for n in (1, 2) for mode in modes]

@@ -34,6 +34,7 @@ def fault(monkeypatch):
     yield from faults.plant(monkeypatch, faulty_layer=FAULTY_LAYER)
 
 
+@pytest.mark.slow
 def test_rows_of_one_axis_are_equal_and_a_second_run_keeps_them(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "run_facts", lambda: {"commit": "of this test"})
     path = tmp_path / "report.json"

@@ -28,7 +28,7 @@ SHARED = ("config.json", "tokenizer.json", "prompts.safetensors", "weights_relea
 
 
 @pytest.mark.parametrize(
-    "mode", [mode if mode in ("q", "fp32_noqdq") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+    "mode", [mode if mode == "q" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
 )
 def test_every_stage_of_a_prefill_agrees(mode: str):
     report = verify(TINY, mode, parts=("prefill_full",))
