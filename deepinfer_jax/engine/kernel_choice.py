@@ -14,6 +14,7 @@ from deepinfer_jax.kernels.attention import api as attention
 from deepinfer_jax.kernels.attention.keys import KeySources, RowPlaces
 from deepinfer_jax.kernels.catalog import OPS
 from deepinfer_jax.kernels.experts import api as experts
+from deepinfer_jax.kernels.host_rows import api as host_rows
 from deepinfer_jax.kernels.hyper import api as hyper
 from deepinfer_jax.kernels.indexer import api as indexer
 from deepinfer_jax.kernels.indexer.keys import EntryKeys
@@ -69,6 +70,7 @@ def step_choices(runtime: RuntimeConfig, *, num_rows: int) -> dict[str, str]:
         _tell_experts(tell, params, runtime, num_rows)
         _tell_attention(tell, state, runtime, num_rows)
         _tell_choice(tell, state, runtime, num_rows)
+        _tell_tables(tell, runtime, num_rows)
         mixes = jnp.zeros((num_rows, runtime.model.hc_mult, runtime.model.hc_mult), jnp.float32)
         tell(hyper.OP, hyper.IMPLS, "", mixes, iterations=runtime.model.hc_sinkhorn_iters, eps=runtime.model.hc_eps)
 
@@ -100,6 +102,14 @@ def _tell_products(tell: Any, params: Params, runtime: RuntimeConfig, num_rows: 
     model = runtime.model
     group = model.num_attention_heads // model.o_groups * model.head_dim
     tell(linear.GROUPED_OP, linear.GROUPED_IMPLS, "wo_a", _rows(runtime, num_rows, model.o_groups, group), own.wo_a)
+
+
+def _tell_tables(tell: Any, runtime: RuntimeConfig, num_rows: int) -> None:
+    """Of tables that are in the memory of the host."""
+    numbers: Int[Array, "T N"] = jnp.zeros((num_rows, runtime.model.engram_columns), jnp.int32)
+    width = runtime.model.engram_head_dim
+    for name, row_bytes in (("codes", width), ("scales", width // 32)):
+        tell(host_rows.OP, host_rows.IMPLS, name, jnp.zeros((1, row_bytes), jnp.uint8), numbers)
 
 
 def _tell_experts(tell: Any, params: Params, runtime: RuntimeConfig, num_rows: int) -> None:

@@ -21,9 +21,9 @@ from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import State
 from deepinfer_jax.model.vision import encode_image, pixel_values
 from deepinfer_jax.model.vision_params import VisionParams
+from deepinfer_jax.ops.host import take_on_host
 from deepinfer_jax.ops.invariant import map_rows
 from deepinfer_jax.ops.paged import num_leading
-from deepinfer_jax.parallel.engram_rows import take_on_host
 from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling import logits as sampling
 from deepinfer_jax.sampling.logits import SampleSettings

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from deepinfer_jax.kernels.attention import api as attention
 from deepinfer_jax.kernels.experts import api as experts
+from deepinfer_jax.kernels.host_rows import api as host_rows
 from deepinfer_jax.kernels.hyper import api as hyper
 from deepinfer_jax.kernels.indexer import api as indexer
 from deepinfer_jax.kernels.linear import api as linear
@@ -16,6 +17,7 @@ OPS: Mapping[str, tuple[Impl, ...]] = {
     attention.OP: attention.IMPLS,
     experts.OP: experts.IMPLS,
     experts.SHARED_OP: experts.SHARED_IMPLS,
+    host_rows.OP: host_rows.IMPLS,
     hyper.OP: hyper.IMPLS,
     indexer.OP: indexer.IMPLS,
     linear.OP: linear.IMPLS,

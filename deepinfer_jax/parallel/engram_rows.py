@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.host_rows import api as host_rows
 from deepinfer_jax.ops import paged
 from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.parallel.exchange import peers_along, send, send_back
@@ -34,21 +34,4 @@ def _take_rows(table: ScaledArray, numbers: Int[Array, "*N"], *, config: Runtime
     if not config.engram_on_host:
         return paged.take_rows(table, numbers)
 
-    def take(array: Array) -> Array:
-        rows = take_on_host(array, jnp.maximum(numbers, 0))
-        return jnp.where((numbers >= 0)[..., None], rows, jnp.zeros((), rows.dtype))
-
-    return jax.tree.map(take, table)
-
-
-def take_on_host(array: Array, *index: Int[Array, "..."]) -> Array:
-    """`array[index]` of an array in host memory, gathered by the host and brought to the device; inside `jax.jit` only.
-
-    The device does not read the array: only what was asked for moves.
-    """
-
-    def take(array: Array, *index: Array) -> Array:
-        return array[index]
-
-    gather = compute_on(take, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
-    return jax.device_put(gather(array, *jax.device_put(index, jax.memory.Space.Host)), jax.memory.Space.Device)
+    return jax.tree.map(lambda array: host_rows.take_rows(array, numbers, backend=config.backend), table)

@@ -18,6 +18,8 @@ CASES = [
     ("linear", "router_16_rows"),
     ("attention", "decode_128_rows"),
     ("indexer", "decode_16_rows_of_65536"),
+    ("host_rows", "codes_128_rows"),
+    ("host_rows", "scales_1_rows"),
 ]
 
 # What one call starts: quantising rows, the product, and adding the sums of runs of columns where these are split;
