@@ -19,6 +19,7 @@ from deepinfer_jax.kernels.indexer import api as indexer
 from deepinfer_jax.kernels.indexer.keys import EntryKeys
 from deepinfer_jax.kernels.linear import api as linear
 from deepinfer_jax.kernels.registry import AUTO, REFERENCE, Impl, asked, check_choice, explain
+from deepinfer_jax.kernels.router import api as router
 from deepinfer_jax.model.params import ExpertParams, Params, abstract_params
 from deepinfer_jax.model.state import State, init_state
 from deepinfer_jax.model.variants import layer_weights
@@ -69,6 +70,8 @@ def step_choices(runtime: RuntimeConfig, *, num_rows: int) -> dict[str, str]:
         _tell_experts(tell, params, runtime, num_rows)
         _tell_attention(tell, state, runtime, num_rows)
         _tell_choice(tell, state, runtime, num_rows)
+        u = _rows(runtime, num_rows, runtime.model.hidden_size)
+        tell(router.OP, router.IMPLS, "", u, params.moe.gate[0], params.moe.bias[0])
         mixes = jnp.zeros((num_rows, runtime.model.hc_mult, runtime.model.hc_mult), jnp.float32)
         tell(hyper.OP, hyper.IMPLS, "", mixes, iterations=runtime.model.hc_sinkhorn_iters, eps=runtime.model.hc_eps)
 
