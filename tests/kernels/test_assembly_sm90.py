@@ -18,6 +18,9 @@ CASES = [
     ("linear", "router_16_rows"),
     ("attention", "decode_128_rows"),
     ("indexer", "decode_16_rows_of_65536"),
+    ("hyper", "expand_and_mix_128_rows"),
+    ("hyper", "mix_8_rows"),
+    ("hyper", "expand_128_rows"),
 ]
 
 # What one call starts: quantising rows, the product, and adding the sums of runs of columns where these are split;
