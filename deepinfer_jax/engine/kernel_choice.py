@@ -20,9 +20,11 @@ from deepinfer_jax.kernels.indexer import api as indexer
 from deepinfer_jax.kernels.indexer.keys import EntryKeys
 from deepinfer_jax.kernels.linear import api as linear
 from deepinfer_jax.kernels.registry import AUTO, REFERENCE, Impl, asked, check_choice, explain
+from deepinfer_jax.kernels.router import api as router
 from deepinfer_jax.model.params import ExpertParams, Params, abstract_params
 from deepinfer_jax.model.state import State, init_state
 from deepinfer_jax.model.variants import layer_weights
+from deepinfer_jax.ops.hyper import Mix, Mixer
 
 _log = logging.getLogger(__name__)
 
@@ -71,8 +73,9 @@ def step_choices(runtime: RuntimeConfig, *, num_rows: int) -> dict[str, str]:
         _tell_attention(tell, state, runtime, num_rows)
         _tell_choice(tell, state, runtime, num_rows)
         _tell_tables(tell, runtime, num_rows)
-        mixes = jnp.zeros((num_rows, runtime.model.hc_mult, runtime.model.hc_mult), jnp.float32)
-        tell(hyper.OP, hyper.IMPLS, "", mixes, iterations=runtime.model.hc_sinkhorn_iters, eps=runtime.model.hc_eps)
+        u = _rows(runtime, num_rows, runtime.model.hidden_size)
+        tell(router.OP, router.IMPLS, "", u, params.moe.gate[0], params.moe.bias[0])
+        _tell_mixes(tell, params, runtime, num_rows)
 
     state = jax.eval_shape(lambda: init_state(runtime, num_slots=1, num_pages=1))
     jax.eval_shape(look, abstract_params(runtime.model), state)
@@ -142,6 +145,16 @@ def _tell_attention(tell: Any, state: State, runtime: RuntimeConfig, num_rows: i
     entries, sink = jnp.zeros((num_rows, model.index_topk), jnp.int32), jnp.zeros(q.shape[1], jnp.float32)
     given = {"tile": runtime.row_tile, "has_fixed_trips": runtime.has_fixed_trips}
     tell(attention.OP, attention.IMPLS, "", q, sources, places, entries, sink, jnp.int32(0), **given)
+
+
+def _tell_mixes(tell: Any, params: Params, runtime: RuntimeConfig, num_rows: int) -> None:
+    model, own = runtime.model, params.hc_ffn
+    mixer = Mixer(fn=own.fn[0], scale=own.scale[0], base=own.base[0], norm=params.ffn_norm[0])
+    pre = jnp.zeros((num_rows, model.hc_mult), jnp.float32)
+    before = Mix(pre=pre, post=pre, comb=jnp.zeros((*pre.shape, model.hc_mult), jnp.float32))
+    out, streams = (_rows(runtime, num_rows, *shape, model.hidden_size) for shape in ((), (model.hc_mult,)))
+    given = {"iterations": model.hc_sinkhorn_iters, "eps": model.hc_eps, "norm_eps": model.rms_norm_eps}
+    tell(hyper.OP, hyper.IMPLS, "", out, streams, before, mixer, **given)
 
 
 def _tell_choice(tell: Any, state: State, runtime: RuntimeConfig, num_rows: int) -> None:

@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.kernels.hyper.api import sinkhorn
-from deepinfer_jax.kernels.rms_norm.api import rms_norm
+from deepinfer_jax.kernels.hyper import api as mixing
 from deepinfer_jax.model import attention as attending
 from deepinfer_jax.model.batch import Rows
 from deepinfer_jax.model.engram import engram
@@ -141,14 +141,13 @@ def enter(
     stages: Stages,
 ) -> Entered:
     """Mix of the attention sublayer, its normed input, and the projections of it."""
-    mixer = layer_slice(params.hc_attn, layer.layer)
-    norm = params.attn_norm[layer.layer]
+    mixer = _mixer(params.hc_attn, params.attn_norm, layer)
 
     def on_tile(stages: Stages, streams: Array, pre: Array, positions: Array) -> Entered:
         streams = stages.note(f"{prefix}.stream_in", streams)
         pre = stages.note(f"{prefix}.pre_mix_in", pre)
-        mix = _mix(mixer, streams, f"{prefix}.hc_attn", config=config, stages=stages)
-        x = rms_norm(hyper.collapse(streams, pre), norm, eps=config.model.rms_norm_eps, backend=config.backend)
+        mix, x = mixing.mix(streams, pre, mixer, **_mix_options(config))
+        mix = _noted(mix, f"{prefix}.hc_attn", stages)
         x = stages.note(f"{prefix}.attn_in", x)
         tables = rope_tables(positions, layer, config=config.model)
         projected = attending.project(own, x, tables, prefix=prefix, config=config, stages=stages)
@@ -175,7 +174,7 @@ def finish(
     Image rows choose their experts by a bias of their own; is_image None: every row is text.
     """
     index = layer.layer
-    mixer, norm = layer_slice(params.hc_ffn, index), params.ffn_norm[index]
+    mixer = _mixer(params.hc_ffn, params.ffn_norm, layer)
     shared = layer_weights(params.moe.shared, index, dtype=attended.dtype, config=config)
     gate, bias = layer_slice(params.moe.gate, index), params.moe.bias[index][None, :]
 
@@ -188,11 +187,18 @@ def finish(
     ) -> tuple[Array, hyper.Mix, Routed]:
         out = attending.project_out(own, attended, entered.tables, config=config)
         out = stages.note(f"{prefix}.attn_out", out)
-        streams = stages.note(f"{prefix}.stream_mid", hyper.expand(out, entered.streams, entered.mix))
-        mix = _mix(mixer, streams, f"{prefix}.hc_ffn", config=config, stages=stages)
-        u = rms_norm(
-            hyper.collapse(streams, entered.mix.pre), norm, eps=config.model.rms_norm_eps, backend=config.backend
+        middle = f"{prefix}.stream_mid"
+        stages.mark(middle)
+        is_seen = stages.wants(middle) or stages.is_forced(middle)
+        streams, mix, u = mixing.expand_and_mix(
+            out,
+            entered.streams,
+            entered.mix,
+            mixer,
+            note=functools.partial(stages.note, middle) if is_seen else None,
+            **_mix_options(config),
         )
+        mix = _noted(mix, f"{prefix}.hc_ffn", stages)
         u = stages.note(f"{prefix}.ffn_in", u)
         own_bias = bias
         if is_image is not None:
@@ -204,7 +210,8 @@ def finish(
         stages: Stages, outputs: Array, shared_out: Array, streams: Array, mix: hyper.Mix
     ) -> tuple[Array, Array]:
         out = stages.note(f"{prefix}.ffn_out", combine(outputs, shared_out))
-        streams = stages.note(f"{prefix}.stream_out", hyper.expand(out, streams, mix))
+        streams = mixing.expand(out, streams, mix, backend=config.backend)
+        streams = stages.note(f"{prefix}.stream_out", streams)
         return streams, stages.note(f"{prefix}.pre_mix_out", mix.pre)
 
     live = rows.num_live
@@ -227,19 +234,22 @@ def _stream_mean(streams: Float[Array, "T C D"]) -> Float[Array, "T D"]:
     return round_to(ordered_sum(terms) * jnp.float32(1.0 / len(terms)), streams.dtype)
 
 
-def _mix(
-    params: HyperParams, streams: Float[Array, "T C D"], prefix: str, *, config: RuntimeConfig, stages: Stages
-) -> hyper.Mix:
+def _mixer(params: HyperParams, norms: Float[Array, "N D"], layer: Layer) -> hyper.Mixer:
+    own = layer_slice(params, layer.layer)
+    return hyper.Mixer(fn=own.fn, scale=own.scale, base=own.base, norm=norms[layer.layer])
+
+
+def _mix_options(config: RuntimeConfig) -> dict[str, Any]:
     model = config.model
-    mix = hyper.coefficients(
-        streams,
-        params.fn,
-        params.scale,
-        params.base,
-        iterations=model.hc_sinkhorn_iters,
-        eps=model.hc_eps,
-        normalize=functools.partial(sinkhorn, backend=config.backend),
-    )
+    return {
+        "iterations": model.hc_sinkhorn_iters,
+        "eps": model.hc_eps,
+        "norm_eps": model.rms_norm_eps,
+        "backend": config.backend,
+    }
+
+
+def _noted(mix: hyper.Mix, prefix: str, stages: Stages) -> hyper.Mix:
     return hyper.Mix(
         pre=stages.note(f"{prefix}_pre", mix.pre),
         post=stages.note(f"{prefix}_post", mix.post),

@@ -1,7 +1,5 @@
 """Single-pass mHC: how the residual streams are mixed around each sublayer (spec: backbone 3)."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,6 +20,16 @@ class Mix:
     comb: Float32[Array, "T C C"]
 
 
+@pytree_dataclass
+class Mixer:
+    """Weights of one sublayer: of its mix, M = C * (2 + C), and of the norm in front of it."""
+
+    fn: Float32[Array, "M CD"]
+    scale: Float32[Array, " three"]
+    base: Float32[Array, " M"]
+    norm: Float[Array, " D"]
+
+
 def coefficients(
     streams: Float[Array, "T C D"],
     fn: Float32[Array, "M CD"],
@@ -30,12 +38,8 @@ def coefficients(
     *,
     iterations: int,
     eps: float,
-    normalize: Callable[..., Float32[Array, "T C C"]] | None = None,
 ) -> Mix:
-    """The mix of one sublayer from all streams of a row jointly, M = C * (2 + C) (spec: backbone 3.1).
-
-    normalize: computes what `sinkhorn` does, which is taken if there is none.
-    """
+    """The mix of one sublayer from all streams of a row jointly, M = C * (2 + C) (spec: backbone 3.1)."""
     rows, num_streams, width = streams.shape
     flat = streams.astype(jnp.float32).reshape(rows, num_streams * width)
     mean_square = jnp.mean(flat * flat, axis=-1, keepdims=True)
@@ -44,7 +48,7 @@ def coefficients(
     parts = jnp.split(mixes, (sizes[0], sizes[0] + sizes[1]), axis=1)
     bases = jnp.split(base, (sizes[0], sizes[0] + sizes[1]))
     a, b, m = (part * scale[i] + bases[i][None, :] for i, part in enumerate(parts))
-    comb = (normalize or sinkhorn)(m.reshape(rows, num_streams, num_streams), iterations=iterations, eps=eps)
+    comb = sinkhorn(m.reshape(rows, num_streams, num_streams), iterations=iterations, eps=eps)
     return Mix(pre=jax.nn.sigmoid(a) + eps, post=2.0 * jax.nn.sigmoid(b), comb=comb)
 
 

@@ -17,8 +17,13 @@ ROUTER_EPS = 1e-20
 
 
 def router_scores(u: Float[Array, "T D"], weight: ScaledArray | Array) -> Float32[Array, "T E"]:
-    """Unbiased score of every expert: sqrt(softplus(logit)), all in float32."""
-    return jnp.sqrt(jax.nn.softplus(linear_f32(u, weight)))
+    """Unbiased score of every expert, all in float32."""
+    return scores_of(linear_f32(u, weight))
+
+
+def scores_of(logits: Float32[Array, "T E"]) -> Float32[Array, "T E"]:
+    """sqrt(softplus(logit))."""
+    return jnp.sqrt(jax.nn.softplus(logits))
 
 
 def choose_experts(scores: Float32[Array, "T E"], bias: Float32[Array, "*T E"], *, count: int) -> Int[Array, "T A"]:

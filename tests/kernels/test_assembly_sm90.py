@@ -20,6 +20,9 @@ CASES = [
     ("indexer", "decode_16_rows_of_65536"),
     ("host_rows", "codes_128_rows"),
     ("host_rows", "scales_1_rows"),
+    ("hyper", "expand_and_mix_128_rows"),
+    ("hyper", "mix_8_rows"),
+    ("hyper", "expand_128_rows"),
 ]
 
 # What one call starts: quantising rows, the product, and adding the sums of runs of columns where these are split;

@@ -1,11 +1,15 @@
 """The choice of experts for each row, by whatever the backend has for it."""
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import Backend
+from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.ascend import DeviceArray
+from deepinfer_jax.kernels.calls import shared_call
+from deepinfer_jax.kernels.linear import mosaic_sm90
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.kernels.router import cann
 from deepinfer_jax.ops import moe
@@ -26,13 +30,41 @@ def _reference(
     note: Note,
     needs_scores: bool,
 ) -> tuple[Int[Array, "T A"], Float32[Array, "T A"]]:
-    scores = note("router_scores", moe.router_scores(u, gate))
+    del needs_scores
+    return _choose(moe.router_scores(u, gate), bias, count=count, scaling=scaling, note=note)
+
+
+def _sm90(
+    u: Float[Array, "T D"],
+    gate: Float[Array, "E D"],
+    bias: Float32[Array, "*T E"],
+    *,
+    count: int,
+    scaling: float,
+    note: Note,
+    needs_scores: bool,
+) -> tuple[Int[Array, "T A"], Float32[Array, "T A"]]:
+    """The reference with a product of its own: of bfloat16 operands, which are exact, and float32 sums."""
+    del needs_scores
+    logits = shared_call(mosaic_sm90.linear_bf16)(u, gate)
+    return _choose(moe.scores_of(logits), bias, count=count, scaling=scaling, note=note)
+
+
+def _refuses_sm90(u: Array, gate: Array, *_: Any, **__: Any) -> str | None:
+    return mosaic_sm90.refuses_grouped(u, gate)
+
+
+def _choose(
+    scores: Float32[Array, "T E"], bias: Float32[Array, "*T E"], *, count: int, scaling: float, note: Note
+) -> tuple[Int[Array, "T A"], Float32[Array, "T A"]]:
+    scores = note("router_scores", scores)
     ids = note("router_ids", moe.choose_experts(scores, bias, count=count))
     return ids, note("router_weights", moe.expert_weights(scores, ids, scaling=scaling))
 
 
 IMPLS = (
     Impl(name="cann", fn=cann.route, targets=(ASCEND,), refuses=cann.refuses),
+    registry.mosaic_sm90(_sm90, _refuses_sm90),
     Impl(name=REFERENCE, fn=_reference),
 )
 
