@@ -196,7 +196,7 @@ class Fp8RowsProduct:
                 of_outputs = [
                     mosaic.as_f32(word)
                     for pair in range(num_outputs // GROUP // 2)
-                    for word in mosaic.load_pair(scale_at, g * scale_row_bytes + 8 * pair)
+                    for word in mosaic.load_words(scale_at, 2, g * scale_row_bytes + 8 * pair)
                 ]
                 factors = [[arith.mulf(row_scale, scale) for scale in of_outputs] for row_scale in row_scales]
                 for i in range(len(sums)):
@@ -222,7 +222,7 @@ def _interpreted_groups(
     outputs = lax.dynamic_slice_in_dim(jnp.concatenate(list(weights[...]), axis=1), first_output, num_outputs)
     row_scales = lax.dynamic_slice_in_dim(x_scales[...], first_row, num_rows, axis=1)
     blocks = lax.dynamic_slice_in_dim(scales[...], first_output // GROUP, num_outputs // GROUP, axis=1)
-    plgpu.commit_smem()  # see Fp4Product.add
+    plgpu.commit_smem()  # see FoldedProduct.add
     rows, outputs = (decode_e4m3(codes).reshape(codes.shape[0], -1, GROUP) for codes in (rows, outputs))
     output_scales = jnp.repeat(blocks, GROUP, axis=1)
     products = [
@@ -270,7 +270,7 @@ class Bf16Product:
         del scales, x_scales
         if interpret is not None:
             rows, columns = (jnp.concatenate(list(ref[...]), axis=1) for ref in (weights, x))
-            plgpu.commit_smem()  # see Fp4Product.add
+            plgpu.commit_smem()  # see FoldedProduct.add
             rows = lax.dynamic_slice_in_dim(rows, warpgroup * ROWS, ROWS)
             contract = (((1,), (1,)), ((), ()))
             return acc + lax.dot_general(rows, columns, contract, preferred_element_type=jnp.float32)
