@@ -117,6 +117,29 @@ def test_table_of_codes_holds_the_magnitudes():
         np.testing.assert_array_equal(codes.astype(np.float32), least * np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6]))
 
 
+def test_words_of_threads_meet_their_columns():
+    """What the emitted decoder does, in numpy, with the places of an instruction's left operand among threads."""
+    packed = packed_sm90.pack_experts(cases.random_experts(jax.random.key(5), 32, 256, num_experts=1))
+    words = np.asarray(packed.payload[0]).view("<u4").reshape(32, 4, 2, 4)  # row, q, j, i
+    steps = np.asarray(packed.steps[0, :, 0]).reshape(32, 4, 2).astype(np.uint32)
+    low = (packed_sm90.CODES_LOW + steps * 0x01010100)[..., None]
+    high = (packed_sm90.CODES_HIGH + steps * 0x01010101)[..., None]
+    table = np.stack(np.broadcast_arrays(low, high), axis=-1).astype("<u4").view(np.uint8)[..., 0, :]
+
+    def chosen(selector):
+        nibbles = np.stack([selector >> 4 * t & 7 for t in range(4)], axis=-1)
+        return np.take_along_axis(np.broadcast_to(table[..., None, :], (*selector.shape, 8)), nibbles, axis=-1)
+
+    signs = np.stack([words << 4, words], axis=-1) & 0x80808080
+    fours = np.stack([chosen(words & 0xFFFF), chosen(words >> 16)], axis=-2)  # row, q, j, i, h, t
+    codes = fours | signs.astype("<u4").view(np.uint8).reshape(fours.shape)
+    # Thread q of a row holds bytes 4 q to 4 q + 3 of both halves of an instruction's 32 columns.
+    places = codes.transpose(0, 2, 3, 4, 1, 5).reshape(32, 256)
+    found = rows_sm90.natural_order(jnp.asarray(places).view(jnp.float8_e5m2).astype(jnp.float32))
+    expected = packed_sm90.decode_chunk(packed.payload[0], packed.steps[0, :, 0].reshape(32, 8))
+    compare.assert_bitwise(found, expected)
+
+
 def test_codes_of_rows_are_the_quantised_rows():
     spread = jnp.exp2(jax.random.randint(jax.random.key(3), (5, 512), -9, 9).astype(jnp.float32))
     x = (jax.random.normal(jax.random.key(2), (5, 512)) * spread).astype(jnp.bfloat16)
@@ -142,7 +165,13 @@ def test_schedule_groups_pairs_by_expert(num_pairs, row_tile):
     rng = np.random.default_rng(num_pairs)
     ids = rng.integers(-1, 6, (num_pairs, 1)).astype(np.int32)
     is_live = rng.random(num_pairs) < 0.8
-    schedule = mosaic_sm90.make_schedule(jnp.asarray(ids), jnp.asarray(is_live), num_experts=5, row_tile=row_tile)
+    schedule = mosaic_sm90.make_schedule(
+        jnp.asarray(ids),
+        jnp.asarray(is_live),
+        num_experts=5,
+        row_tile=row_tile,
+        interpret=plgpu.InterpretGPUParams(),
+    )
     places, tiles, num_places = np.asarray(schedule.places), np.asarray(schedule.tiles), schedule.num_places
     num_tiles = int(schedule.num_tiles[0])
     expert = np.where(is_live & (ids[:, 0] < 5), ids[:, 0], -1)

@@ -28,7 +28,7 @@ NAME = "mosaic_sm90"
 # One layer of each role: window with an Engram table, ratio 2, candidate source, and one that chooses among candidates.
 CASE = rank_aot.RankCase(target="h200", kernels=NAME, num_layers=4, num_rows=8, context=256, num_experts=48)
 # Calls of each function in one layer, or in one layer that has it: three layers choose entries, one has a table.
-PER_LAYER = {"attend": 4, "best_entries": 3, "grouped_linear": 4, "routed_experts": 4 * 4, "sinkhorn": 2 * 4}
+PER_LAYER = {"attend": 4, "best_entries": 3, "grouped_linear": 4, "routed_experts": 5 * 4, "sinkhorn": 2 * 4}
 # Of attention wq_a, wq_b, wkv and wo_b, three matrices of the shared expert; index queries; Engram.
 LINEARS = 4 * (4 + 3) + 3 + 1
 # Sums in another order move some values to the next FP8 code, 6 % away, in front of several products.
@@ -45,9 +45,9 @@ def test_a_kernel_is_lowered_once_for_all_layers():
         "routed_experts": 4,
         "linear": LINEARS,
     }
-    # Attention of a window and over caches of either ratio, experts and linear layers of eight shapes with what makes
-    # codes for them, the grouped one, index scores of either ratio and of a list, mixes.
-    assert text.count("custom_call @mosaic_gpu") == 3 + 4 + 2 * 8 + 1 + 3 + 1
+    # Attention of a window and over caches of either ratio, experts with their schedule and codes, linear layers of
+    # eight shapes with their quantisers, the grouped one, index scores of either ratio and of a list, mixes.
+    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 3 + 1
 
 
 @pytest.mark.parametrize("num_rows, kernels, want", [(8, NAME, False), (8192, NAME, True), (8, "reference", True)])

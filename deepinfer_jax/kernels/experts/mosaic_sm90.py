@@ -33,14 +33,12 @@ from deepinfer_jax.kernels.experts.product_sm90 import (
     store_rows,
 )
 from deepinfer_jax.kernels.experts.rows_sm90 import TERMS, folded_rows
+from deepinfer_jax.kernels.experts.schedule_sm90 import MAX_PAIRS, MAX_ROW_TILE, ROW_BLOCK, Schedule, make_schedule
 from deepinfer_jax.kernels.mosaic import Interpret, check_registers, observe_last
 from deepinfer_jax.kernels.warpgroup import LINE, ROWS, TILE_TRANSFORMS
 from deepinfer_jax.ops.quant import ScaledArray
-from deepinfer_jax.pytree import pytree_dataclass, static_field
+from deepinfer_jax.pytree import pytree_dataclass
 
-ROW_BLOCK = 8  # pairs of one expert are padded to a multiple
-MAX_ROW_TILE = 64
-MAX_PAIRS = 4096  # the schedule compares all with all
 SLOTS = 2  # units whose row scales and factors are in shared memory
 COPIES_OF_STAGE = 6  # two tiles of weights and of their steps, two halves of x
 COPIES_OF_UNIT = 3  # the row scales of two tiles of weights, the factors of x
@@ -138,7 +136,12 @@ def routed_experts(
     gate_up_down = [_packed(w, layer) for w in (w1, w3, w2)]
     layer = layer if isinstance(w1, PackedExperts) else 0
     schedule = make_schedule(
-        expert_ids, is_live, num_experts=num_experts, row_tile=tiling.row_tile, first_expert=layer * num_experts
+        expert_ids,
+        is_live,
+        num_experts=num_experts,
+        row_tile=tiling.row_tile,
+        first_expert=layer * num_experts,
+        interpret=interpret,
     )
     up = _Product(
         num_rows=inner,
@@ -157,7 +160,9 @@ def routed_experts(
     hidden = up(schedule, codes, factors, *gate_up_down[:2])
     codes, factors = folded_rows(hidden, num_places=schedule.num_places, interpret=interpret)
     out = down(schedule, codes, factors, *gate_up_down[2:] * 2)
-    out = out.at[schedule.places].get(mode="fill", fill_value=0)
+    # A gather that clips and a select are one operation to a compiler, with whatever reads them; one that fills is two.
+    is_here = (schedule.places < schedule.num_places)[:, None]
+    out = jnp.where(is_here, out.at[schedule.places].get(mode="clip"), jnp.zeros((), out.dtype))
     return out.reshape(*expert_ids.shape, width)
 
 
@@ -165,60 +170,6 @@ def _packed(w: Weights, layer: int | Int[Array, ""]) -> PackedExperts:
     if isinstance(w, PackedExperts):
         return w
     return pack_experts(jax.tree.map(lambda a: a if a.ndim == 3 else a[layer], w))
-
-
-@pytree_dataclass
-class Schedule:
-    """Where pairs (row, choice) go: grouped by expert, each group padded to whole blocks of 8 places."""
-
-    places: Int[Array, " pairs"]  # of each pair; num_places for pairs that have no expert here
-    tiles: Int[Array, "tiles three"]  # expert, first place and number of pairs of at most row_tile pairs
-    num_tiles: Int[Array, " one"]
-    num_places: int = static_field()
-
-
-def make_schedule(
-    expert_ids: Int[Array, "T A"],
-    is_live: Bool[Array, " T"],
-    *,
-    num_experts: int,
-    row_tile: int,
-    first_expert: int | Int[Array, ""] = 0,
-) -> Schedule:
-    """The places of all pairs of live rows with an id from 0 to num_experts - 1, in the order of pairs.
-
-    first_expert: what is added to ids in tiles. Comparisons of all with all and sums of these: one small kernel each,
-    where a sort or a running sum is a dozen.
-    """
-    num_pairs = expert_ids.size
-    is_here = is_live[:, None] & (expert_ids >= 0) & (expert_ids < num_experts)
-    expert = jnp.where(is_here, expert_ids, num_experts).reshape(-1).astype(jnp.int32)
-    pairs, experts = jnp.arange(num_pairs, dtype=jnp.int32), jnp.arange(num_experts, dtype=jnp.int32)
-    counts = jnp.sum(expert[None, :] == experts[:, None], axis=1, dtype=jnp.int32)
-    blocks, tiles_of = -(-counts // ROW_BLOCK), -(-counts // row_tile)
-    most_groups = min(num_pairs, num_experts)
-    num_places = -(-num_pairs // ROW_BLOCK) * ROW_BLOCK + most_groups * (ROW_BLOCK - 1) // ROW_BLOCK * ROW_BLOCK
-    num_places += MAX_ROW_TILE  # of which a unit copies all factors, from its first place on
-    # All blocks of the experts in front, and the pairs of the same expert in front.
-    is_before = (expert[None, :] == expert[:, None]) & (pairs[None, :] < pairs[:, None])
-    in_front = jnp.where(experts[None, :] < expert[:, None], blocks[None, :], 0)
-    places = ROW_BLOCK * jnp.sum(in_front, axis=1, dtype=jnp.int32) + jnp.sum(is_before, axis=1, dtype=jnp.int32)
-    places = jnp.where(expert < num_experts, places, num_places)
-    is_in_front = experts[None, :] < experts[:, None]
-    first_block = jnp.sum(jnp.where(is_in_front, blocks[None, :], 0), axis=1, dtype=jnp.int32)
-    first_tile = jnp.sum(jnp.where(is_in_front, tiles_of[None, :], 0), axis=1, dtype=jnp.int32)
-    tile = jnp.arange(num_pairs // row_tile + most_groups, dtype=jnp.int32)
-    done = tile[:, None] - first_tile[None, :]
-    is_own = (done >= 0) & (done < tiles_of[None, :])  # of one expert at most
-    fields = (
-        jnp.broadcast_to(experts[None, :] + first_expert, done.shape),
-        ROW_BLOCK * first_block[None, :] + row_tile * done,
-        jnp.minimum(counts[None, :] - row_tile * done, row_tile),
-    )
-    tiles = jnp.stack([jnp.sum(jnp.where(is_own, field, 0), axis=1, dtype=jnp.int32) for field in fields], axis=1)
-    return Schedule(
-        places=places, tiles=tiles, num_tiles=jnp.sum(tiles_of, keepdims=True, dtype=jnp.int32), num_places=num_places
-    )
 
 
 @pytree_dataclass
