@@ -23,6 +23,7 @@ from deepinfer_jax.engine.balancing import BalancePlan
 from deepinfer_jax.engine.drafting import Speculation
 from deepinfer_jax.engine.expert_loads import LoadWatch
 from deepinfer_jax.engine.kernel_choice import check_kernels, log_choices
+from deepinfer_jax.engine.steps import pack_experts
 from deepinfer_jax.kernels.ascend import Bridge
 from deepinfer_jax.kernels.ascend_coverage import host_ops
 from deepinfer_jax.kernels.registry import ASCEND
@@ -88,7 +89,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     else:
         decode_rows = config.max_num_seqs * (1 + speculation.max_drafts)
         log_choices(runtime, decode_rows=decode_rows, prefill_rows=config.max_num_batched_tokens)
-        params = for_kernels(params, config=runtime) if mesh is None else params
+        params = for_kernels(params, config=runtime, pack=pack_experts) if mesh is None else params
     return LoadedModel(
         params=params,
         runtime=dataclasses.replace(runtime, engram_on_host=on_host),

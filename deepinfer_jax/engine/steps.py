@@ -15,6 +15,7 @@ from deepinfer_jax.engine import drafting, layout
 from deepinfer_jax.engine.buckets import StepShape
 from deepinfer_jax.engine.drafting import Draws, Speculation
 from deepinfer_jax.engine.layout import Chunks, LogitRows, Newest
+from deepinfer_jax.kernels.experts.api import HopperMatrix, pack_matrix
 from deepinfer_jax.model import state as caches
 from deepinfer_jax.model.backbone import Features, StepOutput, forward
 from deepinfer_jax.model.params import Params
@@ -24,6 +25,7 @@ from deepinfer_jax.model.vision_params import VisionParams
 from deepinfer_jax.ops.host import take_on_host
 from deepinfer_jax.ops.invariant import map_rows
 from deepinfer_jax.ops.paged import num_leading
+from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling import logits as sampling
 from deepinfer_jax.sampling.logits import SampleSettings
@@ -323,3 +325,9 @@ def _masks_of_rows(masks: Masks, chunks: Chunks, rows: LogitRows) -> tuple[UInt3
         return words, None
     edits = jax.tree.map(lambda a: a[at], masks.edits)
     return words, dataclasses.replace(edits, token_ids=jnp.where(rows.is_draw[:, None], edits.token_ids, -1))
+
+
+@functools.partial(jax.jit, donate_argnames=("w",))
+def pack_experts(w: ScaledArray) -> HopperMatrix:
+    """A matrix of all experts as their kernel reads it, in the place of the one that is given."""
+    return pack_matrix(w)

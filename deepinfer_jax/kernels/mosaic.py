@@ -123,11 +123,17 @@ def load(address: Register, offset: int = 0) -> Register:
     return llvm.load(ir.IntegerType.get_signless(32), _pointer(address, offset))
 
 
-def load_pair(address: Register, offset: int = 0) -> list[Register]:
-    """Two words of shared memory at a multiple of 8 bytes, in one access."""
-    pair = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
-    vector = llvm.load(pair, _pointer(address, offset), alignment=8)
-    return [llvm.extractelement(vector, i32(i)) for i in range(2)]
+def load_words(address: Register, count: int, offset: int = 0) -> list[Register]:
+    """`count` words of shared memory at a multiple of as many bytes, in one access; count 2 or 4."""
+    words = ir.VectorType.get((count,), ir.IntegerType.get_signless(32))
+    vector = llvm.load(words, _pointer(address, offset), alignment=4 * count)
+    return [llvm.extractelement(vector, i32(i)) for i in range(count)]
+
+
+def load_byte(address: Register, offset: int = 0) -> Register:
+    """A byte of shared memory, zeros above it."""
+    byte = llvm.load(ir.IntegerType.get_signless(8), _pointer(address, offset))
+    return arith.extui(ir.IntegerType.get_signless(32), byte)
 
 
 def store(value: ir.Value, address: Register, offset: int = 0) -> None:
@@ -179,6 +185,12 @@ def shl(x: Register, y: int) -> Register:
 def shr(x: Register, y: int) -> Register:
     """x >> y, zeros from above."""
     return arith.shrui(x, i32(y))
+
+
+def prmt(low: Register, high: Register, selector: Register) -> Register:
+    """Four of the eight bytes of two registers, chosen by the low four nibbles of the selector, 0 to 7."""
+    word = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(word, [low, high, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", asm_dialect=0)
 
 
 def as_f32(x: Register) -> Register:

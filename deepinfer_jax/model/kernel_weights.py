@@ -1,28 +1,44 @@
 """Weights in the forms that the kernels of a step read, made once after they are loaded."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.kernels.experts.api import HopperMatrix, pack_matrix, wants_packed
 from deepinfer_jax.kernels.linear.api import keeps_plain, packed
 from deepinfer_jax.model.leaves import unchecked
-from deepinfer_jax.model.params import Params, layer_slice
+from deepinfer_jax.model.params import MoeParams, Params, layer_slice
 from deepinfer_jax.ops.quant import ScaledArray, dequantize
 
 _PROJECTIONS = ("wq_a", "wq_b", "wkv", "wo_b")  # of attention that take FP8 rows
+_MATRICES = ("w1", "w2", "w3")  # of experts
 
 
-def for_kernels(params: Params, *, config: RuntimeConfig) -> Params:
+def for_kernels(
+    params: Params, *, config: RuntimeConfig, pack: Callable[[ScaledArray], HopperMatrix] = pack_matrix
+) -> Params:
     """The parameters for the steps of this config, for one device.
 
     Weights of linear layers that a kernel multiplies packed get their scales in its form (0.4 % of their bytes);
     payloads stay where they are. The first factor of the output projection is multiplied with rows that are never
-    quantised, so its kernel reads bfloat16: unpacked here, with twice the bytes. Everything else stays as it is, and
-    so do these where no kernel takes them.
+    quantised, so its kernel reads bfloat16: unpacked here, with twice the bytes. Signs and scales of routed experts are
+    arranged for their kernel, which adds a seventeenth of their bytes. Everything else stays as it is, and so do these
+    where no kernel takes them.
+
+    pack: `pack_matrix`, or a compiled form of it, which may take over the memory of what it is given.
     """
     attention, indexer, engram, moe = params.attention, params.indexer, params.engram, params.moe
+
+    def with_experts(moe: MoeParams) -> MoeParams:
+        experts = moe.experts
+        if not config.policy.quantizes_activations or not isinstance(experts.w1, ScaledArray):
+            return moe
+        if not wants_packed(experts, dtype=config.activation_dtype, backend=config.backend):
+            return moe
+        return _with(moe, experts=_with(experts, **{name: pack(getattr(experts, name)) for name in _MATRICES}))
 
     def with_packed[C](node: C, *names: str) -> C:
         return _with(node, **{name: _packed(getattr(node, name), config) for name in names})
@@ -33,7 +49,8 @@ def for_kernels(params: Params, *, config: RuntimeConfig) -> Params:
         attention=attention,
         indexer=with_packed(indexer, "wq_b"),
         engram=with_packed(engram, "wkv"),
-        moe=_with(moe, shared=with_packed(moe.shared, "w1", "w2", "w3")),
+        moe=_with(with_experts(moe), shared=with_packed(moe.shared, *_MATRICES)),
+        draft=None if params.draft is None else _with(params.draft, moe=with_experts(params.draft.moe)),
     )
 
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from deepinfer_jax.config.roles import layer_roles
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.steps import pack_experts
+from deepinfer_jax.kernels.experts.api import HopperMatrix
 from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import StepBatch
 from deepinfer_jax.model.kernel_weights import for_kernels
@@ -44,7 +46,7 @@ def make_params(config: RuntimeConfig, *, num_experts: int, seed: int = 0) -> Pa
     if config.engram_on_host:
         embed = jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind(HOST_MEMORY)), params.engram.embed)
         params = dataclasses.replace(params, engram=dataclasses.replace(params.engram, embed=embed))
-    return jax.block_until_ready(for_kernels(params, config=config))
+    return jax.block_until_ready(for_kernels(params, config=config, pack=pack_experts))
 
 
 def compile_step(config: RuntimeConfig, params: Params, state: State, case: DecodeCase) -> Any:
@@ -73,8 +75,12 @@ def step_bytes(config: RuntimeConfig, params: Params, case: DecodeCase) -> int:
     model, rows = config.model, case.num_rows
     size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))  # noqa: E731
     looked_up = (params.embed, params.engram.embed, params.engram.token_map)
+    # Scales that have become steps stay for the reference, and no kernel reads them.
+    is_packed = lambda node: isinstance(node, HopperMatrix)  # noqa: E731
+    matrices = jax.tree.leaves(params.moe.experts, is_leaf=is_packed)
+    routed = size(params.moe.experts) - size([w.scale for w in matrices if is_packed(w)])
     total = size(params) - size(params.moe.experts) - size(looked_up)
-    one_expert = size(params.moe.experts) // (model.num_hidden_layers * case.num_experts)
+    one_expert = routed // (model.num_hidden_layers * case.num_experts)
     for ids in case.experts(config).values():
         chosen = np.unique(np.asarray(ids))
         total += one_expert * int((chosen < case.num_experts).sum())

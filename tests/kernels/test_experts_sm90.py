@@ -1,5 +1,6 @@
 """The routed experts of decode steps for SM90, interpreted on the CPU with race detection."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,16 +9,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deepinfer_jax.kernels.experts import cases, mosaic_sm90
+from deepinfer_jax.kernels.experts import cases, mosaic_sm90, packed_sm90, rows_sm90
 from deepinfer_jax.kernels.experts.mosaic_sm90 import KernelTiling, Tiling
-from deepinfer_jax.ops.quant import ScaledArray
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
 from deepinfer_jax.testing import compare
 
 # Sums over groups of 32 columns in another order, rounded to bfloat16 once; no hidden value of these cases lies so near
 # to the middle of two E4M3 codes that it takes the other one.
 REL_L2 = 1e-3
 WIDTH, INNER, NUM_EXPERTS = 256, 256, 3
-ONE = KernelTiling(warpgroups=4, registers=112, sum_registers=32, most_stages=2)  # so that the ring goes round
+ONE = KernelTiling(warpgroups=4, registers=112, at_once=1, most_stages=2)  # so that the ring goes round
 TILING = Tiling(row_tile=16, up=ONE, down=ONE)
 
 IDS = {
@@ -74,6 +75,85 @@ def test_layer_of_a_stack_is_read_in_place():
     compare.assert_bitwise(got, kernel()(*second))
 
 
+@pytest.mark.slow
+def test_weights_are_packed_in_a_call_that_is_given_others():
+    ids, is_live = IDS["mixed"]
+    inputs = make(ids, is_live)
+    plain = [packed_sm90.unpacked(w) for w in inputs[4:]]
+    compare.assert_bitwise(kernel()(*inputs[:4], *plain), kernel()(*inputs))
+
+
+def test_packed_weights_are_unpacked_exactly():
+    w = cases.random_experts(jax.random.key(0), 64, 512, num_experts=2)
+    layers = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), w)
+    for given in (w, layers):
+        packed = packed_sm90.pack_experts(given)
+        assert not np.array_equal(packed.payload, given.payload)
+        found = packed_sm90.unpacked(packed)
+        compare.assert_bitwise(found.payload, given.payload)
+        compare.assert_bitwise(found.scale, given.scale)
+
+
+@pytest.mark.parametrize("span", [27, 40])
+def test_codes_of_weights_times_row_scales_are_the_weights(span):
+    """Of 27 neighbouring scales exactly; smaller ones are raised to the least of these."""
+    w = cases.random_experts(jax.random.key(1), 64, 256, num_experts=1)
+    exponents = 140 - np.arange(64 * 8).reshape(1, 64, 8) % span
+    exponents[:, :, 0] = 140
+    w = dataclasses.replace(w, scale=jnp.asarray(exponents, jnp.uint8))
+    packed = packed_sm90.pack_experts(w)
+    found = packed_sm90.decode_chunk(packed.payload[0], packed.steps[0, :, 0].reshape(64, 8))
+    found = found.astype(jnp.float8_e5m2).astype(jnp.float32) * packed.row_scales[0][:, None]
+    raised = dataclasses.replace(w, scale=jnp.maximum(w.scale, 140 - 26))
+    compare.assert_bitwise(found, dequantize(raised, jnp.float32)[0])
+
+
+def test_table_of_codes_holds_the_magnitudes():
+    for step in (0, packed_sm90.TOP_STEP):
+        low = np.uint32(packed_sm90.CODES_LOW + step * 0x01010100)
+        high = np.uint32(packed_sm90.CODES_HIGH + step * 0x01010101)
+        codes = np.asarray([low, high], "<u4").view(jnp.float8_e5m2)
+        least = 2.0**-13 * 2.0 ** (step / 4)
+        np.testing.assert_array_equal(codes.astype(np.float32), least * np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6]))
+
+
+def test_words_of_threads_meet_their_columns():
+    """What the emitted decoder does, in numpy, with the places of an instruction's left operand among threads."""
+    packed = packed_sm90.pack_experts(cases.random_experts(jax.random.key(5), 32, 256, num_experts=1))
+    words = np.asarray(packed.payload[0]).view("<u4").reshape(32, 4, 2, 4)  # row, q, j, i
+    steps = np.asarray(packed.steps[0, :, 0]).reshape(32, 4, 2).astype(np.uint32)
+    low = (packed_sm90.CODES_LOW + steps * 0x01010100)[..., None]
+    high = (packed_sm90.CODES_HIGH + steps * 0x01010101)[..., None]
+    table = np.stack(np.broadcast_arrays(low, high), axis=-1).astype("<u4").view(np.uint8)[..., 0, :]
+
+    def chosen(selector):
+        nibbles = np.stack([selector >> 4 * t & 7 for t in range(4)], axis=-1)
+        return np.take_along_axis(np.broadcast_to(table[..., None, :], (*selector.shape, 8)), nibbles, axis=-1)
+
+    signs = np.stack([words << 4, words], axis=-1) & 0x80808080
+    fours = np.stack([chosen(words & 0xFFFF), chosen(words >> 16)], axis=-2)  # row, q, j, i, h, t
+    codes = fours | signs.astype("<u4").view(np.uint8).reshape(fours.shape)
+    # Thread q of a row holds bytes 4 q to 4 q + 3 of both halves of an instruction's 32 columns.
+    places = codes.transpose(0, 2, 3, 4, 1, 5).reshape(32, 256)
+    found = rows_sm90.natural_order(jnp.asarray(places).view(jnp.float8_e5m2).astype(jnp.float32))
+    expected = packed_sm90.decode_chunk(packed.payload[0], packed.steps[0, :, 0].reshape(32, 8))
+    compare.assert_bitwise(found, expected)
+
+
+def test_codes_of_rows_are_the_quantised_rows():
+    spread = jnp.exp2(jax.random.randint(jax.random.key(3), (5, 512), -9, 9).astype(jnp.float32))
+    x = (jax.random.normal(jax.random.key(2), (5, 512)) * spread).astype(jnp.bfloat16)
+    places, shares = jnp.asarray([3, 1, 0, 7, 8, 2, 8, 4, 5, 6], jnp.int32), jnp.arange(10, dtype=jnp.float32)
+    codes, factors = rows_sm90.folded_rows(x, places, shares, num_places=9, interpret=plgpu.InterpretGPUParams())
+    terms = codes.reshape(9, 2, 512).view(jnp.float8_e5m2).astype(jnp.float32)
+    found = rows_sm90.natural_order(terms[:, 0] + terms[:, 1]) * factors[0][:, None]
+    expected = dequantize(quantize_fp8(x), jnp.float32)
+    is_read = np.asarray(places) < 8
+    # A zero is the sum of zeros of either sign.
+    compare.assert_bitwise(found[places[is_read]], expected[np.flatnonzero(is_read) // 2] + 0.0)
+    compare.assert_bitwise(factors[1][places[is_read]], shares[is_read])
+
+
 def test_no_pairs_give_no_rows():
     inputs = make([[0, 1]], [1])
     out = kernel()(inputs[0][:0], inputs[1][:0], inputs[2][:0], inputs[3][:0], *inputs[4:])
@@ -85,19 +165,27 @@ def test_schedule_groups_pairs_by_expert(num_pairs, row_tile):
     rng = np.random.default_rng(num_pairs)
     ids = rng.integers(-1, 6, (num_pairs, 1)).astype(np.int32)
     is_live = rng.random(num_pairs) < 0.8
-    schedule = mosaic_sm90.make_schedule(jnp.asarray(ids), jnp.asarray(is_live), num_experts=5, row_tile=row_tile)
-    places, pair_at, tiles = (np.asarray(a) for a in (schedule.places, schedule.pair_at, schedule.tiles))
+    schedule = mosaic_sm90.make_schedule(
+        jnp.asarray(ids),
+        jnp.asarray(is_live),
+        num_experts=5,
+        row_tile=row_tile,
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    places, tiles, num_places = np.asarray(schedule.places), np.asarray(schedule.tiles), schedule.num_places
     num_tiles = int(schedule.num_tiles[0])
     expert = np.where(is_live & (ids[:, 0] < 5), ids[:, 0], -1)
-    assert (places[expert < 0] == len(pair_at)).all()
-    assert (pair_at[places[expert >= 0]] == np.flatnonzero(expert >= 0)).all()
+    assert (places[expert < 0] == num_places).all()
+    pair_at = np.full(num_places, num_pairs)
+    pair_at[places[expert >= 0]] = np.flatnonzero(expert >= 0)
     found = []
     for owner, start, size in tiles[:num_tiles]:
-        assert 0 < size <= row_tile and start % 8 == 0 and start + row_tile <= len(pair_at)
+        assert 0 < size <= row_tile and start % 8 == 0 and start + 64 <= num_places
         pairs = pair_at[start : start + size]
         assert (expert[pairs] == owner).all()
         assert (pair_at[start + size : start + -(-size // 8) * 8] == num_pairs).all()
         found += list(pairs)
+    assert found == sorted(found, key=lambda pair: (expert[pair], pair))
     assert sorted(found) == list(np.flatnonzero(expert >= 0))
 
 
@@ -109,19 +197,19 @@ def test_refusals_say_why():
     assert "float32" in refuses(u.astype(jnp.float32), ids, w1, w2)
     assert "5000 pairs" in refuses(u, jnp.zeros((5000, 1), jnp.int32), w1, w2)
     assert "E2M1" in refuses(u, ids, w1.payload, w2)
-    five = KernelTiling(warpgroups=5, registers=88, sum_registers=16)
+    assert "own form" in refuses(u, ids, packed_sm90.unpacked(w1), w2)
+    five = KernelTiling(warpgroups=5, registers=88)
     assert "multiple of 1280" in mosaic_sm90.refuses(u, ids, w1, w2, tiling=Tiling(up=ONE, down=five))
     with pytest.raises(NotImplementedError, match="use the reference"):
-        mosaic_sm90.routed_experts(
-            u, ids, inputs[2], inputs[3], ScaledArray(payload=w1.payload, scale=w1.scale), w2, w1, limit=1.0
-        )
+        plain = ScaledArray(payload=w1.payload, scale=w1.scale)
+        mosaic_sm90.routed_experts(u, ids, inputs[2], inputs[3], plain, w2, w1, limit=1.0)
 
 
 @pytest.mark.parametrize(
     "make_tiling, text",
     [
         (lambda: Tiling(row_tile=12), "row_tile=12"),
-        (lambda: KernelTiling(warpgroups=4, registers=120, sum_registers=32), "120, 120, 120, 120, 24"),
+        (lambda: KernelTiling(warpgroups=4, registers=120), "120, 120, 120, 120, 24"),
     ],
 )
 def test_bad_tilings_are_errors(make_tiling, text):

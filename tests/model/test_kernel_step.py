@@ -36,7 +36,7 @@ PER_LAYER = {
     "grouped_linear": 4,
     "linear_bf16": 4,
     "mix": 2 * 4,
-    "routed_experts": 3 * 4,
+    "routed_experts": 5 * 4,
 }
 # Of attention wq_a, wq_b, wkv and wo_b, three matrices of the shared expert; index queries; Engram.
 LINEARS = 4 * (4 + 3) + 3 + 1
@@ -54,9 +54,10 @@ def test_a_kernel_is_lowered_once_for_all_layers():
         "routed_experts": 4,
         "linear": LINEARS,
     }
-    # Attention of a window and over caches of either ratio, experts and linear layers of eight shapes with their
-    # quantisers, the grouped one, the router's, index scores of either ratio and of a list, three forms of mixes.
-    assert text.count("custom_call @mosaic_gpu") == 3 + 3 + 2 * 8 + 1 + 1 + 3 + 5
+    # Attention of a window and over caches of either ratio, experts with their schedule and codes, linear layers of
+    # eight shapes with their quantisers, the grouped one, the router's, index scores of either ratio and of a list,
+    # three forms of mixes.
+    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 1 + 3 + 5
 
 
 @pytest.mark.parametrize("num_rows, kernels, want", [(8, NAME, False), (8192, NAME, True), (8, "reference", True)])

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.calls import shared_call
-from deepinfer_jax.kernels.experts import cann, mosaic_sm90
+from deepinfer_jax.kernels.experts import cann, mosaic_sm90, packed_sm90
 from deepinfer_jax.kernels.linear import api as linear_api
 from deepinfer_jax.kernels.linear import mosaic_sm90 as linear_sm90
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
@@ -22,7 +22,11 @@ Index = int | Int[Array, ""]
 # CANN's forms of weights, as `engine/ascend.py` makes them.
 PackedExperts = cann.PackedExperts
 PackedShared = cann.PackedShared
-# One of them, or a node with the matrices w1 (gate), w2 (down) and w3 (up), plain or packed.
+# One of their matrices as the kernel for Hopper reads it, as `model/kernel_weights.py` makes it.
+HopperMatrix = packed_sm90.PackedExperts
+pack_matrix = packed_sm90.pack_experts
+# CANN's form, or a node with the matrices w1 (gate), w2 (down) and w3 (up): plain, packed, or as the kernel for Hopper
+# reads them.
 Experts = Any
 
 
@@ -44,7 +48,8 @@ def _routed(
 
     def apply(expert: Int[Array, ""], x: Float[Array, "B D"], weight: Float32[Array, " B"]) -> Float[Array, "B D"]:
         own = jax.tree.map(lambda a: a[layer, expert], experts)
-        return moe.expert(x, own.w1, own.w2, own.w3, weight, limit=limit, quantizes=quantizes)
+        w1, w2, w3 = (packed_sm90.unpacked(w) if isinstance(w, HopperMatrix) else w for w in (own.w1, own.w2, own.w3))
+        return moe.expert(x, w1, w2, w3, weight, limit=limit, quantizes=quantizes)
 
     return moe.routed_experts(
         u, expert_ids, shares, is_live, apply, num_experts=num_experts, tile=tile, has_fixed_trips=has_fixed_trips
@@ -164,6 +169,19 @@ def quantize_rows(
         select(SHARED_OP, SHARED_IMPLS, backend, u, shared, **given),
     )
     return all(impl.name == registry.MOSAIC_SM90 for impl in found)
+
+
+def wants_packed(experts: Experts, *, dtype: Any, backend: Backend) -> bool:
+    """Whether the kernel for Hopper takes these experts for few rows in `dtype` that it may quantise.
+
+    It then multiplies what `pack_matrix` makes of each of their matrices.
+    """
+    if backend.kernels != registry.MOSAIC_SM90:
+        return False
+    ids = jnp.zeros((1, 1), jnp.int32)
+    u = jnp.zeros((1, experts.w2.payload.shape[-2]), dtype)
+    arrays = (u, ids, ids.astype(jnp.float32), jnp.ones(1, jnp.bool_), experts, 0)
+    return select(OP, IMPLS, backend, *arrays, limit=0.0, quantizes=True).name == registry.MOSAIC_SM90
 
 
 def shared_expert(

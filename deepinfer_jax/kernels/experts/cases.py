@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from deepinfer_jax.kernels.case import REFERENCE, Case
 from deepinfer_jax.kernels.experts import mosaic_sm90
+from deepinfer_jax.kernels.experts.packed_sm90 import PackedExperts, pack_experts, unpacked
 from deepinfer_jax.kernels.mosaic import GROUP
 from deepinfer_jax.ops import moe
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
@@ -25,7 +26,7 @@ REFERENCE_TILE = 16
 WEIGHT_BYTES = 17 / 32
 # Sums in another order move a few hidden values to the next E4M3 code, which is 6 % away.
 TOLERANCE = 1e-2
-FAMILIES = ("wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3", "cp.async.bulk.tensor")
+FAMILIES = ("wgmma.mma_async.sync.aligned.m64n32k32.f32.e5m2.e5m2", "cp.async.bulk.tensor")
 
 
 def pair_experts(num_pairs: int) -> np.ndarray:
@@ -49,7 +50,7 @@ def random_experts(key: Array, num_rows: int, width: int, *, num_experts: int) -
 
 
 def make_inputs(key: Array, ids: np.ndarray, *, width: int, inner: int, num_experts: int) -> tuple[Any, ...]:
-    """Operands of `routed_experts` for given ids [T, A]."""
+    """Operands of `routed_experts` for given ids [T, A], with weights in the kernel's form."""
     keys = jax.random.split(key, 5)
     packed = quantize_fp8(jax.random.normal(keys[0], (ids.shape[0], width), jnp.bfloat16))
     # Behind a barrier: a compiler that may keep excess precision would drop the way through FP8.
@@ -58,9 +59,9 @@ def make_inputs(key: Array, ids: np.ndarray, *, width: int, inner: int, num_expe
         jnp.asarray(ids),
         jax.random.uniform(keys[1], ids.shape, jnp.float32, 0.1, 0.5),
         jnp.ones(ids.shape[0], jnp.bool_),
-        random_experts(keys[2], inner, width, num_experts=num_experts),
-        random_experts(keys[3], width, inner, num_experts=num_experts),
-        random_experts(keys[4], inner, width, num_experts=num_experts),
+        pack_experts(random_experts(keys[2], inner, width, num_experts=num_experts)),
+        pack_experts(random_experts(keys[3], width, inner, num_experts=num_experts)),
+        pack_experts(random_experts(keys[4], inner, width, num_experts=num_experts)),
     )
 
 
@@ -69,16 +70,16 @@ def reference(
     expert_ids: Array,
     weights: Array,
     is_live: Array,
-    w1: ScaledArray,
-    w2: ScaledArray,
-    w3: ScaledArray,
+    w1: PackedExperts,
+    w2: PackedExperts,
+    w3: PackedExperts,
     *,
     tile: int = REFERENCE_TILE,
 ) -> Array:
     """What the model computes without a kernel: weights unpacked one expert at a time."""
 
     def apply(expert: Array, x: Array, weight: Array) -> Array:
-        own = [jax.tree.map(lambda a: a[expert], w) for w in (w1, w2, w3)]
+        own = [unpacked(jax.tree.map(lambda a: a[expert], w)) for w in (w1, w2, w3)]
         return moe.expert(x, own[0], own[1], own[2], weight, limit=LIMIT, quantizes=True)
 
     num_experts = w1.payload.shape[0]

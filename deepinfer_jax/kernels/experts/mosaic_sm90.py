@@ -6,52 +6,42 @@ of down 301 MB; 54 GFLOP are 36 us of FP8. Memory limits by far: 142 and 71 us a
 Two kernels, each one block for each multiprocessor, which works through units (pairs of one expert times rows of its
 weights) in a fixed order. One warpgroup copies, the others multiply. A unit reads two tiles of weight rows: gate and up
 of the same channels, or two neighbouring ranges of down. Weights are the left operand of the tensor cores, 64 rows at a
-time, so that few pairs waste nothing; nibbles become E4M3 on their way from shared memory to registers, low ones (even
-columns) and high ones (odd columns) apart, and the columns of activations are ordered likewise.
+time, so that few pairs waste nothing; nibbles become E5M2, with the scale of their group in it, on their way from
+shared memory to registers. In front of each kernel a small one makes E5M2 codes of bfloat16 rows (`rows_sm90`).
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int, UInt8
+from jaxtyping import Array, BFloat16, Bool, Float32, Int, UInt8
 
-from deepinfer_jax.kernels.linear.packed_sm90 import quantized_rows
-from deepinfer_jax.kernels.mosaic import (
-    FP4_CODE_FACTOR,
-    GROUP,
-    Interpret,
-    check_registers,
-    observe_last,
-    scale_of,
-    split_nibbles,
-)
-from deepinfer_jax.kernels.warpgroup import (
-    CHUNK,
-    HALF_LAYOUT,
+from deepinfer_jax.kernels.experts import packed_sm90
+from deepinfer_jax.kernels.experts.packed_sm90 import CHUNK, GROUPS, PackedExperts, pack_experts
+from deepinfer_jax.kernels.experts.product_sm90 import (
     HALF_ROWS,
-    LINE,
-    ROWS,
-    TILE_TRANSFORMS,
-    Fp4Product,
-    split_halves,
-    store_quantized,
+    PIECES,
+    FoldedProduct,
+    scaled_halves,
+    shares_of,
+    store_rows,
 )
-from deepinfer_jax.ops.quant import FP8_GROUP, ScaledArray
+from deepinfer_jax.kernels.experts.rows_sm90 import TERMS, folded_rows
+from deepinfer_jax.kernels.experts.schedule_sm90 import MAX_PAIRS, MAX_ROW_TILE, ROW_BLOCK, Schedule, make_schedule
+from deepinfer_jax.kernels.mosaic import Interpret, check_registers, observe_last
+from deepinfer_jax.kernels.warpgroup import LINE, ROWS, TILE_TRANSFORMS
+from deepinfer_jax.ops.quant import ScaledArray
 from deepinfer_jax.pytree import pytree_dataclass
 
-ROW_BLOCK = 8  # pairs of one expert are padded to a multiple
-MAX_ROW_TILE = 64
-MAX_PAIRS = 4096  # the schedule compares all with all
-SCALE_SLOTS = 2  # units whose weight scales are in shared memory
-COPIES_OF_STAGE = 5  # two tiles of weights, two halves of x, the scales of x
-COPIES_OF_UNIT = 3  # the scales of two tiles of weights, the routing weights
+SLOTS = 2  # units whose row scales and factors are in shared memory
+COPIES_OF_STAGE = 6  # two tiles of weights and of their steps, two halves of x
+COPIES_OF_UNIT = 3  # the row scales of two tiles of weights, the factors of x
 SHARED_BYTES = 232448 - 2048  # of a block, less room for barriers and alignment
 COPY_REGISTERS = 24  # of a thread that copies; the others share what it leaves
 
@@ -62,7 +52,7 @@ class KernelTiling:
 
     warpgroups: int  # that multiply; each has 32 rows of both tiles of a unit
     registers: int  # of a thread that multiplies
-    sum_registers: int  # of these for sums of groups, see Fp4Product
+    at_once: int = PIECES  # see FoldedProduct
     most_stages: int = 8
 
     def __post_init__(self) -> None:
@@ -74,8 +64,8 @@ class Tiling:
     """Sizes of both kernels."""
 
     row_tile: int = 40  # pairs of one expert that share one reading of its weights
-    up: KernelTiling = KernelTiling(warpgroups=3, registers=152, sum_registers=64)
-    down: KernelTiling = KernelTiling(warpgroups=4, registers=112, sum_registers=48)
+    up: KernelTiling = KernelTiling(warpgroups=3, registers=160)
+    down: KernelTiling = KernelTiling(warpgroups=4, registers=112, at_once=1)
 
     def __post_init__(self) -> None:
         if self.row_tile % ROW_BLOCK or not ROW_BLOCK <= self.row_tile <= MAX_ROW_TILE:
@@ -87,16 +77,23 @@ class Tiling:
 TILING = Tiling()
 
 
+Weights = ScaledArray | PackedExperts
+
+
 def refuses(
-    u: Array, expert_ids: Array, w1: ScaledArray | Array, w2: ScaledArray | Array, *, tiling: Tiling = TILING
+    u: Array, expert_ids: Array, w1: Weights | Array, w2: Weights | Array, *, tiling: Tiling = TILING
 ) -> str | None:
     """Why these operands cannot be multiplied, None if they can."""
     if u.dtype != jnp.bfloat16:
         return f"rows are {u.dtype}, not bfloat16"
     if expert_ids.size > MAX_PAIRS:
         return f"{expert_ids.size} pairs are more than the {MAX_PAIRS} of a decode step"
-    if not (_is_fp4(w1) and _is_fp4(w2)):
-        return f"weights are not packed E2M1 with a scale for each {GROUP} columns"
+    reason = packed_sm90.refuses(w1) or packed_sm90.refuses(w2)
+    if reason is not None:
+        return reason
+    assert isinstance(w1, Weights) and isinstance(w2, Weights)
+    if type(w1) is not type(w2):
+        return "some of the weights are in the kernel's own form and some are not"
     width, inner = w2.payload.shape[-2], w1.payload.shape[-2]
     steps = {
         "hidden": (width, math.lcm(CHUNK, 2 * HALF_ROWS * tiling.down.warpgroups)),
@@ -108,18 +105,14 @@ def refuses(
     return None
 
 
-def _is_fp4(w: ScaledArray | Array) -> TypeGuard[ScaledArray]:
-    return isinstance(w, ScaledArray) and w.form == "fp4" and w.block == (1, GROUP)
-
-
 def routed_experts(
     u: BFloat16[Array, "T D"],
     expert_ids: Int[Array, "T A"],
     weights: Float32[Array, "T A"],
     is_live: Bool[Array, " T"],
-    w1: ScaledArray,
-    w2: ScaledArray,
-    w3: ScaledArray,
+    w1: Weights,
+    w2: Weights,
+    w3: Weights,
     *,
     limit: float,
     layer: int | Int[Array, ""] = 0,
@@ -130,8 +123,9 @@ def routed_experts(
     """Outputs of the chosen experts, times their routing weights; zeros for rows that are not live and ids below 0.
 
     u: is quantised by `quantize_fp8`, which is exact on its grid. w1, w3 [(layers,) E, inner, D] and w2 [(layers,) E,
-    D, inner]: packed E2M1; the stack over layers is read in place. Differs from the reference by the order of float32
-    sums over groups of 32 columns, and by what one FP8 instruction loses within a group.
+    D, inner]: E2M1 as `pack_experts` leaves it; the stack over layers is read in place. A ScaledArray is packed in
+    each call, its own layer of a stack. Differs from the reference by the order of sums, and by what the tensor cores
+    lose within 256 columns.
     """
     reason = refuses(u, expert_ids, w1, w2, tiling=tiling)
     if reason is not None:
@@ -139,10 +133,16 @@ def routed_experts(
     num_experts, inner, width = w1.payload.shape[-3], w1.payload.shape[-2], u.shape[1]
     if not expert_ids.size:
         return jnp.zeros((*expert_ids.shape, width), u.dtype)
-    schedule = make_schedule(expert_ids, is_live, num_experts=num_experts, row_tile=tiling.row_tile)
-    tiles = schedule.tiles.at[:, 0].add(jnp.asarray(layer, jnp.int32) * num_experts)
-    codes, scales = _operands(u, schedule.pair_at // expert_ids.shape[1], interpret)
-    shares = weights.reshape(-1).at[schedule.pair_at].get(mode="fill", fill_value=0)
+    gate_up_down = [_packed(w, layer) for w in (w1, w3, w2)]
+    layer = layer if isinstance(w1, PackedExperts) else 0
+    schedule = make_schedule(
+        expert_ids,
+        is_live,
+        num_experts=num_experts,
+        row_tile=tiling.row_tile,
+        first_expert=layer * num_experts,
+        interpret=interpret,
+    )
     up = _Product(
         num_rows=inner,
         width=width,
@@ -153,70 +153,23 @@ def routed_experts(
         interpret=interpret,
     )
     down = dataclasses.replace(up, num_rows=width, width=inner, tiling=tiling.down, limit=None)
-    hidden, hidden_scales = up(tiles, schedule.num_tiles, codes, scales, shares, w1, w3)
-    (out,) = down(tiles, schedule.num_tiles, hidden, hidden_scales, shares, w2, w2)
-    out = out.at[schedule.places].get(mode="fill", fill_value=0)
+    # Pairs without an expert here have the first place behind those of the products, which all of them write.
+    codes, factors = folded_rows(
+        u, schedule.places, weights.reshape(-1), num_places=schedule.num_places + ROW_BLOCK, interpret=interpret
+    )
+    hidden = up(schedule, codes, factors, *gate_up_down[:2])
+    codes, factors = folded_rows(hidden, num_places=schedule.num_places, interpret=interpret)
+    out = down(schedule, codes, factors, *gate_up_down[2:] * 2)
+    # A gather that clips and a select are one operation to a compiler, with whatever reads them; one that fills is two.
+    is_here = (schedule.places < schedule.num_places)[:, None]
+    out = jnp.where(is_here, out.at[schedule.places].get(mode="clip"), jnp.zeros((), out.dtype))
     return out.reshape(*expert_ids.shape, width)
 
 
-@pytree_dataclass
-class Schedule:
-    """Where pairs (row, choice) go: grouped by expert, each group padded to whole blocks of 8 places."""
-
-    places: Int[Array, " pairs"]  # of each pair; the number of places for pairs that have no expert here
-    pair_at: Int[Array, " places"]  # the inverse; the number of pairs where there is none
-    tiles: Int[Array, "tiles three"]  # expert, first place and number of pairs of at most row_tile pairs
-    num_tiles: Int[Array, " one"]
-
-
-def make_schedule(
-    expert_ids: Int[Array, "T A"], is_live: Bool[Array, " T"], *, num_experts: int, row_tile: int
-) -> Schedule:
-    """The places of all pairs of live rows with an id from 0 to num_experts - 1, in the order of pairs."""
-    num_pairs = expert_ids.size
-    is_here = is_live[:, None] & (expert_ids >= 0) & (expert_ids < num_experts)
-    expert = jnp.where(is_here, expert_ids, num_experts).reshape(-1).astype(jnp.int32)
-    pairs, experts = jnp.arange(num_pairs, dtype=jnp.int32), jnp.arange(num_experts, dtype=jnp.int32)
-    # Comparisons of all with all: one small kernel each, where a sort or a running sum is a dozen.
-    is_before = (expert[None, :] == expert[:, None]) & (pairs[None, :] < pairs[:, None])
-    rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
-    counts = jnp.sum(expert[None, :] == experts[:, None], axis=1, dtype=jnp.int32)
-    starts, tiles_of = _starts(-(-counts // ROW_BLOCK) * ROW_BLOCK), -(-counts // row_tile)
-    first_tile = _starts(tiles_of)
-    most_groups = min(num_pairs, num_experts)
-    # A tile copies the scales of row_tile places, also of those behind its own.
-    num_places = -(-num_pairs // ROW_BLOCK) * ROW_BLOCK + most_groups * (ROW_BLOCK - 1) // ROW_BLOCK * ROW_BLOCK
-    num_places += ROW_BLOCK + row_tile
-    places = starts.at[expert].get(mode="fill", fill_value=0) + rank
-    places = jnp.where(expert < num_experts, places, num_places)
-    pair_at = jnp.full(num_places, num_pairs, jnp.int32).at[places].set(pairs, mode="drop")
-    tile = jnp.arange(num_pairs // row_tile + most_groups, dtype=jnp.int32)
-    tile_expert = jnp.sum(tile[:, None] >= (first_tile + tiles_of)[None, :], axis=1, dtype=jnp.int32)
-    tile_expert = jnp.minimum(tile_expert, num_experts - 1)
-    done = (tile - first_tile[tile_expert]) * row_tile
-    size = jnp.minimum(counts[tile_expert] - done, row_tile)
-    tiles = jnp.stack([tile_expert, starts[tile_expert] + done, size], axis=1)
-    return Schedule(places=places, pair_at=pair_at, tiles=tiles, num_tiles=jnp.sum(tiles_of, keepdims=True))
-
-
-def _starts(sizes: Int[Array, " E"]) -> Int[Array, " E"]:
-    """The sum of all sizes in front of each."""
-    index = jnp.arange(sizes.shape[0], dtype=jnp.int32)
-    return jnp.sum(jnp.where(index[None, :] < index[:, None], sizes[None, :], 0), axis=1, dtype=jnp.int32)
-
-
-def _operands(
-    u: Float[Array, "T D"], row_at: Int[Array, " places"], interpret: Interpret
-) -> tuple[UInt8[Array, "places D"], Float32[Array, "groups places"]]:
-    """Codes and scales of the rows at all places; zeros where there is no row.
-
-    The shared expert quantises the same rows, for whole blocks of them: a compiler may let one kernel do it for both.
-    """
-    num_rows = u.shape[0]
-    codes, scales = quantized_rows(u, num_rows=-(-num_rows // ROW_BLOCK) * ROW_BLOCK, interpret=interpret)
-    codes = split_nibbles(codes[:num_rows]).at[row_at].get(mode="fill", fill_value=0)
-    scales = scales[:, :num_rows] * FP4_CODE_FACTOR
-    return codes, scales.at[:, row_at].get(mode="fill", fill_value=0)
+def _packed(w: Weights, layer: int | Int[Array, ""]) -> PackedExperts:
+    if isinstance(w, PackedExperts):
+        return w
+    return pack_experts(jax.tree.map(lambda a: a if a.ndim == 3 else a[layer], w))
 
 
 @pytree_dataclass
@@ -226,10 +179,10 @@ class _Inputs:
     tiles: Any
     num_tiles: Any
     x: Any
-    x_scales: Any
-    shares: Any
+    factors: Any
     weights: tuple[Any, Any]  # of the first and of the second tile of a unit, [experts, rows, bytes]
-    scales: tuple[Any, Any]  # their scales, [experts, lines, 128]
+    steps: tuple[Any, Any]  # [experts, blocks, chunks, 256]
+    row_scales: tuple[Any, Any]  # [experts, rows]
 
 
 @pytree_dataclass
@@ -237,17 +190,14 @@ class _Shared:
     """Shared memory and barriers of a block."""
 
     weights: Any  # [stages, 2, tile rows, 128] uint8
-    x: Any  # [stages, 2, row_tile, 128] uint8
-    x_scales: Any  # [stages, 8, row_tile] float32
-    scales: Any  # [SCALE_SLOTS, 2, lines, 128] uint8
-    shares: Any  # [SCALE_SLOTS, MAX_ROW_TILE] float32, so that each copy begins at a multiple of 128 bytes
-    out: Any  # [warpgroups, 2, row_tile, 32] bfloat16, or [warpgroups, row_tile, 32] uint8
-    out_scales: Any  # [warpgroups, row_tile] float32
-    scratch: Any  # [warpgroups, 4, row_tile] float32
+    steps: Any  # [stages, 2, warpgroups, 256] uint8
+    x: Any  # [stages, 2, 2 row_tile, 128] uint8
+    row_scales: Any  # [SLOTS, 2, tile rows] float32
+    factors: Any  # [SLOTS, factors, MAX_ROW_TILE] float32, so that each copy begins at a multiple of 128 bytes
     full: Any  # of each stage: all copies have arrived
     free: Any  # of each stage: all warpgroups have read it
-    scales_full: Any  # of each slot, likewise
-    scales_free: Any
+    unit_full: Any  # of each slot, likewise
+    unit_free: Any
 
 
 @pytree_dataclass
@@ -263,7 +213,7 @@ class _Unit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Product:
-    """A kernel: gate and up with SwiGLU and quantisation where there is a limit, else down."""
+    """A kernel: gate and up with SwiGLU where there is a limit, else down."""
 
     num_rows: int  # of the weights
     width: int  # columns of the weights
@@ -295,65 +245,48 @@ class _Product:
         return self.width // CHUNK
 
     @property
-    def scale_bytes(self) -> int:
-        return self.width // GROUP
-
-    @property
-    def scale_lines(self) -> int:
-        """Of one tile."""
-        return self.tile_rows * self.scale_bytes // LINE
+    def num_factors(self) -> int:
+        return 1 if self.limit is None else 2
 
     @property
     def stages(self) -> int:
         """Of the pipeline: as many as shared memory holds."""
-        out_bytes = 2 * self.warpgroups * self.row_tile * HALF_ROWS * 2 + self.warpgroups * 5 * self.row_tile * 4
-        fixed = SCALE_SLOTS * 2 * self.scale_lines * LINE + out_bytes
-        stage = 2 * (self.tile_rows + self.row_tile) * LINE + CHUNK // FP8_GROUP * self.row_tile * 4
+        fixed = SLOTS * 4 * (2 * self.tile_rows + self.num_factors * MAX_ROW_TILE)
+        stage = 2 * ((self.tile_rows + TERMS * self.row_tile) * LINE + self.tile_rows * GROUPS)
         return min(self.tiling.most_stages, (SHARED_BYTES - fixed) // stage)
 
     def __call__(
         self,
-        tiles: Int[Array, "tiles three"],
-        num_tiles: Int[Array, " one"],
-        x: UInt8[Array, "places K"],
-        x_scales: Float32[Array, "groups places"],
-        shares: Float32[Array, " places"],
-        first: ScaledArray,
-        second: ScaledArray,
-    ) -> list[Array]:
-        """Results at all places that tiles name: codes and scales, or bfloat16."""
-        num_places = x.shape[0]
+        schedule: Schedule,
+        x: UInt8[Array, "codes K"],
+        factors: Float32[Array, "factors P"],
+        first: PackedExperts,
+        second: PackedExperts,
+    ) -> BFloat16[Array, "places N"]:
+        """Results at all places that tiles name."""
 
-        def payload(w: ScaledArray) -> Array:
-            return w.payload.reshape(-1, self.num_rows, self.width // 2)
-
-        def scales(w: ScaledArray) -> Array:
-            return scale_of(w).reshape(-1, self.num_rows * self.scale_bytes // LINE, LINE)
+        def of_experts(one: Array, other: Array) -> tuple[Array, Array]:
+            """Layers and experts become one axis."""
+            shape = (-1, *one.shape[first.payload.ndim - 2 :])
+            return one.reshape(shape), other.reshape(shape)
 
         inputs = _Inputs(
-            tiles=tiles,
-            num_tiles=num_tiles,
+            tiles=schedule.tiles,
+            num_tiles=schedule.num_tiles,
             x=x,
-            x_scales=x_scales,
-            shares=shares,
-            weights=(payload(first), payload(second)),
-            scales=(scales(first), scales(second)),
+            factors=factors,
+            weights=of_experts(first.payload, second.payload),
+            steps=of_experts(first.steps, second.steps),
+            row_scales=of_experts(first.row_scales, second.row_scales),
         )
-        if self.limit is None:
-            out_type = [jax.ShapeDtypeStruct((num_places, self.num_rows), jnp.bfloat16)]
-        else:
-            out_type = [
-                jax.ShapeDtypeStruct((num_places, self.num_rows), jnp.uint8),
-                jax.ShapeDtypeStruct((self.num_rows // FP8_GROUP, num_places), jnp.float32),
-            ]
         leaves, structure = jax.tree.flatten(inputs)
 
         def body(*refs: Any, **scratch: Any) -> None:
-            self._run(jax.tree.unflatten(structure, refs[: len(leaves)]), refs[len(leaves) :], _Shared(**scratch))
+            self._run(jax.tree.unflatten(structure, refs[:-1]), refs[-1], _Shared(**scratch))
 
         kernel = plgpu.kernel(
             body,
-            out_type=out_type,
+            out_type=jax.ShapeDtypeStruct((schedule.num_places, self.num_rows), jnp.bfloat16),
             grid=(self.num_sms,),
             grid_names=("sm",),
             num_threads=self.warpgroups + 1,
@@ -365,24 +298,20 @@ class _Product:
         return kernel(*leaves)
 
     def _scratch_types(self) -> dict[str, Any]:
-        row_tile = self.row_tile
-        wide = (self.warpgroups, 2, row_tile, HALF_ROWS)
+        stages, tile_rows, codes = self.stages, self.tile_rows, TERMS * self.row_tile
         return {
-            "weights": plgpu.SMEM((self.stages, 2, self.tile_rows, LINE), jnp.uint8, transforms=TILE_TRANSFORMS),
-            "x": plgpu.SMEM((self.stages, 2, row_tile, LINE), jnp.uint8, transforms=TILE_TRANSFORMS),
-            "x_scales": plgpu.SMEM((self.stages, CHUNK // FP8_GROUP, row_tile), jnp.float32),
-            "scales": plgpu.SMEM((SCALE_SLOTS, 2, self.scale_lines, LINE), jnp.uint8),
-            "shares": plgpu.SMEM((SCALE_SLOTS, MAX_ROW_TILE), jnp.float32),
-            "out": plgpu.SMEM(wide, jnp.bfloat16) if self.limit is None else plgpu.SMEM(wide[:1] + wide[2:], jnp.uint8),
-            "out_scales": plgpu.SMEM((self.warpgroups, row_tile), jnp.float32),
-            "scratch": plgpu.SMEM((self.warpgroups, 4, row_tile), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=COPIES_OF_STAGE, num_barriers=self.stages),
-            "free": plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages),
-            "scales_full": plgpu.Barrier(num_arrivals=COPIES_OF_UNIT, num_barriers=SCALE_SLOTS),
-            "scales_free": plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=SCALE_SLOTS),
+            "weights": plgpu.SMEM((stages, 2, tile_rows, LINE), jnp.uint8, transforms=TILE_TRANSFORMS),
+            "steps": plgpu.SMEM((stages, 2, self.warpgroups, HALF_ROWS * GROUPS), jnp.uint8),
+            "x": plgpu.SMEM((stages, 2, codes, LINE), jnp.uint8, transforms=TILE_TRANSFORMS),
+            "row_scales": plgpu.SMEM((SLOTS, 2, tile_rows), jnp.float32),
+            "factors": plgpu.SMEM((SLOTS, self.num_factors, MAX_ROW_TILE), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=COPIES_OF_STAGE, num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=stages),
+            "unit_full": plgpu.Barrier(num_arrivals=COPIES_OF_UNIT, num_barriers=SLOTS),
+            "unit_free": plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=SLOTS),
         }
 
-    def _run(self, inputs: _Inputs, outputs: tuple[Any, ...], shared: _Shared) -> None:
+    def _run(self, inputs: _Inputs, out: Any, shared: _Shared) -> None:
         sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
         num_units = inputs.num_tiles[0] * self.units_of_tile
         num_own = lax.max(num_units - sm + self.num_sms - 1, jnp.int32(0)) // self.num_sms
@@ -406,13 +335,12 @@ class _Product:
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
             for_units(lambda unit: self._copy_unit(unit, inputs, shared))
             observe_last(shared.free, num_own * self.num_chunks, self.stages)
-            observe_last(shared.scales_free, num_own, SCALE_SLOTS)
+            observe_last(shared.unit_free, num_own, SLOTS)
 
         @pl.when(warpgroup < self.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(self.tiling.registers, action="increase")
-            for_units(lambda unit: self._multiply_unit(unit, outputs, shared))
-            plgpu.wait_smem_to_gmem(0)
+            for_units(lambda unit: self._multiply_unit(unit, out, shared))
 
     def _for_blocks(self, unit: _Unit, run: Callable[[int], None]) -> None:
         """run(rows) for the padded number of rows, which is then a constant."""
@@ -421,24 +349,23 @@ class _Product:
             pl.when(num_blocks == blocks)(lambda blocks=blocks: run(blocks * ROW_BLOCK))
 
     def _copy_unit(self, unit: _Unit, inputs: _Inputs, shared: _Shared) -> None:
-        slot, start = unit.index % SCALE_SLOTS, pl.multiple_of(unit.start, ROW_BLOCK)
+        slot, start = unit.index % SLOTS, pl.multiple_of(unit.start, ROW_BLOCK)
         first_row = pl.multiple_of(unit.column * self.unit_rows, HALF_ROWS)
         second_row = pl.multiple_of(first_row + self.tile_rows, HALF_ROWS) if self.limit is None else first_row
         rows = (first_row, second_row)
 
-        @pl.when(unit.index >= SCALE_SLOTS)
+        @pl.when(unit.index >= SLOTS)
         def _() -> None:
-            plgpu.barrier_wait(shared.scales_free.at[slot])
+            plgpu.barrier_wait(shared.unit_free.at[slot])
 
-        scales_full = shared.scales_full.at[slot]
+        unit_full = shared.unit_full.at[slot]
         for tile in range(2):
-            line = rows[tile] // self.tile_rows * self.scale_lines
-            source = inputs.scales[tile].at[unit.expert, pl.ds(line, self.scale_lines)]
-            plgpu.copy_gmem_to_smem(source, shared.scales.at[slot, tile], scales_full)
-        shares = shared.shares.at[slot, pl.ds(0, self.row_tile)]
-        plgpu.copy_gmem_to_smem(inputs.shares.at[pl.ds(start, self.row_tile)], shares, scales_full)
+            source = inputs.row_scales[tile].at[unit.expert, pl.ds(rows[tile], self.tile_rows)]
+            plgpu.copy_gmem_to_smem(source, shared.row_scales.at[slot, tile], unit_full)
+        source = inputs.factors.at[:, pl.ds(start, MAX_ROW_TILE)]
+        plgpu.copy_gmem_to_smem(source, shared.factors.at[slot], unit_full)
 
-        def copy_chunk(chunk: Array, num_rows: int) -> None:
+        def copy_chunk(chunk: Array, num_codes: int) -> None:
             step = unit.index * self.num_chunks + chunk
             stage = step % self.stages
             full = shared.full.at[stage]
@@ -451,25 +378,27 @@ class _Product:
             for tile in range(2):
                 source = inputs.weights[tile].at[unit.expert, pl.ds(rows[tile], self.tile_rows), pl.ds(column, LINE)]
                 plgpu.copy_gmem_to_smem(source, shared.weights.at[stage, tile], full)
+                blocks = pl.ds(rows[tile] // HALF_ROWS, self.warpgroups)
+                plgpu.copy_gmem_to_smem(
+                    inputs.steps[tile].at[unit.expert, blocks, chunk], shared.steps.at[stage, tile], full
+                )
             for half in range(2):
                 column = pl.multiple_of(chunk * CHUNK + half * LINE, LINE)
-                source = inputs.x.at[pl.ds(start, num_rows), pl.ds(column, LINE)]
-                plgpu.copy_gmem_to_smem(source, shared.x.at[stage, half, pl.ds(0, num_rows)], full)
-            groups = CHUNK // FP8_GROUP
-            source = inputs.x_scales.at[pl.ds(chunk * groups, groups), pl.ds(start, self.row_tile)]
-            plgpu.copy_gmem_to_smem(source, shared.x_scales.at[stage], full)
+                source = inputs.x.at[pl.ds(TERMS * start, num_codes), pl.ds(column, LINE)]
+                plgpu.copy_gmem_to_smem(source, shared.x.at[stage, half, pl.ds(0, num_codes)], full)
 
-        self._for_blocks(unit, lambda n: lax.fori_loop(0, self.num_chunks, lambda c, _: copy_chunk(c, n), None))
+        def copy(num_rows: int) -> None:
+            lax.fori_loop(0, self.num_chunks, lambda chunk, _: copy_chunk(chunk, TERMS * num_rows), None)
 
-    def _multiply_unit(self, unit: _Unit, outputs: tuple[Any, ...], shared: _Shared) -> None:
-        slot = unit.index % SCALE_SLOTS
+        self._for_blocks(unit, copy)
+
+    def _multiply_unit(self, unit: _Unit, out: Any, shared: _Shared) -> None:
+        slot = unit.index % SLOTS
         warpgroup = lax.axis_index("warpgroup")
-        plgpu.barrier_wait(shared.scales_full.at[slot])
+        plgpu.barrier_wait(shared.unit_full.at[slot])
 
         def run(num_rows: int) -> None:
-            product = Fp4Product(
-                num_columns=num_rows, scale_bytes=self.scale_bytes, sum_registers=self.tiling.sum_registers
-            )
+            product = FoldedProduct(num_pairs=num_rows, at_once=self.tiling.at_once)
 
             def add_chunk(chunk: Array, acc: Array) -> Array:
                 stage = (unit.index * self.num_chunks + chunk) % self.stages
@@ -477,58 +406,37 @@ class _Product:
                 acc = product.add(
                     acc,
                     weights=shared.weights.at[stage],
-                    scales=shared.scales.at[slot],
+                    steps=shared.steps.at[stage],
                     x=shared.x.at[stage],
-                    x_scales=shared.x_scales.at[stage],
-                    chunk=chunk,
                     warpgroup=warpgroup,
                     interpret=self.interpret,
                 )
                 plgpu.barrier_arrive(shared.free.at[stage])
                 return acc
 
-            zeros = plgpu.layout_cast(jnp.zeros((ROWS, num_rows), jnp.float32), plgpu.Layout.WGMMA)
-            halves = split_halves(lax.fori_loop(0, self.num_chunks, add_chunk, zeros), interpret=self.interpret)
+            zeros = plgpu.layout_cast(jnp.zeros((ROWS, product.num_columns), jnp.float32), plgpu.Layout.WGMMA)
+            acc = lax.fori_loop(0, self.num_chunks, add_chunk, zeros)
+            factors = shared.factors.at[slot]
+            halves = scaled_halves(
+                acc, shared.row_scales.at[slot], factors, warpgroup=warpgroup, interpret=self.interpret
+            )
             if self.limit is not None:
-                halves = (self._swiglu(*halves, shared.shares.at[slot, pl.ds(0, num_rows)]),)
+                halves = (self._swiglu(*halves, shares_of(factors, num_rows, interpret=self.interpret)),)
             plgpu.commit_smem()  # orders the reads of this unit before the copies of a later one
-            plgpu.barrier_arrive(shared.scales_free.at[slot])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            write = self._write_rows if self.limit is None else self._write_hidden
-            write(halves, unit, outputs, shared)
+            plgpu.barrier_arrive(shared.unit_free.at[slot])
+            for tile, half in enumerate(halves):
+                column = unit.column * self.unit_rows + tile * self.tile_rows + warpgroup * HALF_ROWS
+                store_rows(half, out, unit.start, column, interpret=self.interpret)
 
         self._for_blocks(unit, run)
 
-    def _swiglu(self, gate: Float32[Array, "M N"], up: Float32[Array, "M N"], shares: Any) -> Float32[Array, "M N"]:
-        """As `ops.moe.swiglu` of bfloat16 products, rounded to bfloat16."""
+    def _swiglu(
+        self, gate: Float32[Array, "M N"], up: Float32[Array, "M N"], share: Float32[Array, "M N"]
+    ) -> Float32[Array, "M N"]:
+        """As `ops.moe.swiglu` of bfloat16 products."""
         assert self.limit is not None
         gate, up = lax.min(_rounded(gate), jnp.float32(self.limit)), jnp.clip(_rounded(up), -self.limit, self.limit)
-        share = plgpu.load(shares, layout=HALF_LAYOUT.reduce(0), optimized=False)
-        share = plgpu.layout_cast(lax.broadcast_in_dim(share, gate.shape, (1,)), HALF_LAYOUT)
-        return _rounded(jax.nn.silu(gate) * up * share)
-
-    def _write_rows(self, halves: tuple[Array, ...], unit: _Unit, outputs: tuple[Any, ...], shared: _Shared) -> None:
-        warpgroup, num_rows = lax.axis_index("warpgroup"), halves[0].shape[1]
-        out = shared.out.at[warpgroup]
-        for tile, half in enumerate(halves):
-            out.at[tile, pl.ds(0, num_rows)].T[...] = half.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        for tile in range(len(halves)):
-            first = unit.column * self.unit_rows + tile * self.tile_rows + warpgroup * HALF_ROWS
-            place = outputs[0].at[pl.ds(unit.start, num_rows), pl.ds(first, HALF_ROWS)]
-            plgpu.copy_smem_to_gmem(out.at[tile, pl.ds(0, num_rows)], place)
-
-    def _write_hidden(self, hidden: tuple[Array, ...], unit: _Unit, outputs: tuple[Any, ...], shared: _Shared) -> None:
-        (value,) = hidden
-        warpgroup, num_rows = lax.axis_index("warpgroup"), value.shape[1]
-        out, out_scales = shared.out.at[warpgroup], shared.out_scales.at[warpgroup]
-        store_quantized(value, out, out_scales, shared.scratch.at[warpgroup], interpret=self.interpret)
-        plgpu.commit_smem()
-        group = unit.column * self.warpgroups + warpgroup
-        rows = pl.ds(unit.start, num_rows)
-        place = outputs[0].at[rows, pl.ds(group * FP8_GROUP, FP8_GROUP)]
-        plgpu.copy_smem_to_gmem(out.at[pl.ds(0, num_rows)], place)
-        plgpu.copy_smem_to_gmem(out_scales.at[pl.ds(0, num_rows)], outputs[1].at[group, rows])
+        return jax.nn.silu(gate) * up * share
 
 
 def _rounded(x: Float32[Array, "M N"]) -> Float32[Array, "M N"]:

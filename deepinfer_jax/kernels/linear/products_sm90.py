@@ -196,7 +196,7 @@ class Fp8RowsProduct:
         def add(index: int, part: Sequence[Register]) -> None:
             g, half = divmod(index, len(halves))
             row_scales = [mosaic.as_f32(mosaic.load(row_at, g * x_scale_bytes + 32 * i)) for i in range(2)]
-            words = mosaic.load_pair(scale_at, g * scale_row_bytes + half * 4 * ROWS // GROUP)
+            words = mosaic.load_words(scale_at, 2, g * scale_row_bytes + half * 4 * ROWS // GROUP)
             factors = [[arith.mulf(row_scale, mosaic.as_f32(word)) for word in words] for row_scale in row_scales]
             for i in range(len(part)):
                 # Results come in blocks of 8 columns: two of the first row, two of the second.
@@ -224,7 +224,7 @@ def _interpreted_groups(
     outputs = lax.dynamic_slice_in_dim(jnp.concatenate(list(weights[...]), axis=1), first_output, num_outputs)
     row_scales = lax.dynamic_slice_in_dim(x_scales[...], first_row, num_rows, axis=1)
     blocks = lax.dynamic_slice_in_dim(scales[...], first_output // GROUP, num_outputs // GROUP, axis=1)
-    plgpu.commit_smem()  # see Fp4Product.add
+    plgpu.commit_smem()  # see FoldedProduct.add
     rows, outputs = (decode_e4m3(codes).reshape(codes.shape[0], -1, GROUP) for codes in (rows, outputs))
     output_scales = jnp.repeat(blocks, GROUP, axis=1)
     products = [
@@ -272,7 +272,7 @@ class Bf16Product:
         del scales, x_scales
         if interpret is not None:
             rows, columns = (jnp.concatenate(list(ref[...]), axis=1) for ref in (weights, x))
-            plgpu.commit_smem()  # see Fp4Product.add
+            plgpu.commit_smem()  # see FoldedProduct.add
             rows = lax.dynamic_slice_in_dim(rows, warpgroup * ROWS, ROWS)
             contract = (((1,), (1,)), ((), ()))
             return acc + lax.dot_general(rows, columns, contract, preferred_element_type=jnp.float32)
