@@ -4,9 +4,10 @@
 Decode is expert-parallel over dp: each device has 48 experts of a layer and 128 rows of its own, so that work grows
 with the devices (weak scaling). Prefill is context-parallel over cp: one chunk, cut (strong scaling). The same code
 runs on one device. Each line also has the time of the step's expert exchanges alone, and the first line what an
-all-to-all of large blocks reached in the same run.
+all-to-all of large blocks reached in the same run. Exchange sends the rows of one layer to random devices and back in
+both forms that `parallel/exchange.py` has (on GPUs), and says whether what came back is right in every byte.
 
-    python scripts/bench_mesh.py [--mesh 1x1 2x1 1x2] [--layers 6] [--context 4096]
+    python scripts/bench_mesh.py [--mesh 1x1 2x1 1x2] [--kinds decode prefill exchange] [--layers 6] [--context 4096]
 """
 
 import argparse
@@ -34,13 +35,14 @@ from deepinfer_jax.model.batch import StepBatch
 from deepinfer_jax.model.leaves import unchecked
 from deepinfer_jax.model.shardings import STATE_SPECS, config_on_mesh, forward_on_mesh, spread
 from deepinfer_jax.model.state import init_state
-from deepinfer_jax.parallel.exchange import peers_along, send, send_back
+from deepinfer_jax.parallel.exchange import Peers, peers_along, send, send_back
 from deepinfer_jax.parallel.mesh import CP, DP, make_mesh
 from deepinfer_jax.testing.facts import run_facts
 from deepinfer_jax.testing.rank_model import rank_model, rank_params
 
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 LINK_BYTES = 256 << 20  # of each device, for the measurement of the links
+KINDS = ("decode", "prefill", "exchange")
 QUEUED = 5  # steps launched before the host waits
 _jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
@@ -64,7 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=shipped_config("model/deepseek-v4.1-flash.json"), help="a config.json")
     parser.add_argument("--mesh", nargs="+", metavar="DPxCP", help="default: 1x1, and all devices along either axis")
-    parser.add_argument("--kinds", nargs="+", choices=("decode", "prefill"), default=["decode", "prefill"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["decode", "prefill"])
     parser.add_argument("--layers", type=int, default=6, help="of every role if possible")
     parser.add_argument("--experts", type=int, default=48, help="of a layer, on each device of a decode step")
     parser.add_argument("--rows", type=int, default=128, help="rows of a decode step, for each dp rank")
@@ -91,6 +93,9 @@ def main() -> int:
         if dp * cp > count:
             parser.error(f"a mesh of {dp}x{cp} needs {dp * cp} devices; {count} are here")
         mesh = make_mesh(dp, cp, devices=jax.devices()[: dp * cp])
+        if "exchange" in args.kinds and dp * cp > 1:
+            for record in compare_forms(mesh, args.rows * model.num_experts_per_tok, model.hidden_size, args.turns):
+                write({**record, **facts})
         for kind in args.kinds:
             # A mesh is compared with 1x1: along dp by decode steps, along cp by prefill.
             if (kind == "decode" and cp == 1) or (kind == "prefill" and dp == 1):
@@ -232,6 +237,40 @@ def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, model: ModelC
         "exchange_bytes_per_s": round(sent / seconds),
         "is_ragged": peers.is_ragged,
     }
+
+
+def compare_forms(mesh: Mesh, pairs: int, width: int, turns: int) -> list[dict[str, Any]]:
+    """One line for each form of the exchange: its time, and whether the answers are those of every item."""
+    axes, count = (DP, CP), mesh.size
+    everywhere = P(axes)
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (count * pairs, width), dtype=np.uint8)
+    destinations = rng.integers(-1, count, count * pairs, dtype=np.int32)
+    want = np.where((destinations >= 0)[:, None], codes ^ destinations[:, None].astype(np.uint8), 0)
+    operands = jax.device_put((codes, destinations), NamedSharding(mesh, everywhere))
+    records = []
+    for is_ragged in (False, True)[: 1 if jax.default_backend() == "cpu" else 2]:
+        peers = Peers(axes=axes, count=count, is_ragged=is_ragged)
+
+        def body(codes: Any, destinations: Any, peers: Peers = peers) -> Any:
+            arrived, _, way = send(codes, destinations, peers)
+            return send_back(arrived ^ lax.axis_index(axes).astype(jnp.uint8), way)
+
+        run = _jit(jax.shard_map(body, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
+        is_equal = bool((np.asarray(run(*operands)) == want).all())
+        seconds = median_s(lambda run=run: run(*operands), turns)
+        records.append(
+            {
+                "op": "exchange",
+                "mesh": f"{mesh.shape[DP]}x{mesh.shape[CP]}",
+                "form": "ragged" if is_ragged else "padded",
+                "pairs": pairs,
+                "item_bytes": width,
+                "us": round(1e6 * seconds, 1),
+                "is_equal": is_equal,
+            }
+        )
+    return records
 
 
 def median_s(run: Callable[[], Any], turns: int) -> float:

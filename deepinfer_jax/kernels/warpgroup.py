@@ -8,7 +8,7 @@ Pallas has no such product, and no E2M1 on SM90. What is here is therefore writt
 has a plain form in `jax.numpy` that interpretation runs in its place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -84,64 +84,6 @@ def multiply(rows: Sequence[Sequence[Register]], columns: Sequence[Any], num_col
     )
     values = [llvm.extractvalue(number, results, [i]) for i in range(num_results)]
     return [values[i * count : (i + 1) * count] for i in range(len(rows))]
-
-
-def multiply_in_turn(
-    rows: Sequence[Any], columns: Sequence[Any], num_columns: int, use: Callable[[int, Sequence[Register]], None]
-) -> None:
-    """`use(i, sums)` for each product of E4M3 operands in shared memory, while the next one is under way.
-
-    As `multiply` otherwise; rows and columns are descriptors. Two products' sums are in registers at a time.
-    """
-    before: list[Any] = []
-    for i, operands in enumerate(zip(rows, columns, strict=True)):
-        sums, before = _started(operands, before, num_columns)
-        if before:
-            use(i - 1, before)
-        before = sums
-    use(len(rows) - 1, _awaited(before))
-
-
-def _started(operands: Sequence[Any], before: Sequence[Any], num_columns: int) -> tuple[list[Any], list[Any]]:
-    """The sums of a product that is under way, not to be read yet, and those of the one before it, which are there."""
-    count, num_before = num_columns // 2, len(before)
-    results = ", ".join(f"${r}" for r in range(count))
-    first = count + 2 * num_before
-    lines = [
-        "{",
-        ".reg .pred p;",
-        "setp.ne.b32 p, 0, 0;",
-        "wgmma.fence.sync.aligned;",
-        f"wgmma.mma_async.sync.aligned.m64n{num_columns}k32.f32.e4m3.e4m3 "
-        f"{{{results}}}, ${first}, ${first + 1}, p, 1, 1;",
-        "wgmma.commit_group.sync.aligned;",
-        *(["wgmma.wait_group.sync.aligned 1;"] if before else []),
-        "}",
-    ]
-    values = _asm(lines, ["=f"] * (count + num_before), [*before, *operands], first_tied=count, num_tied=num_before)
-    return values[:count], values[count:]
-
-
-def _awaited(sums: Sequence[Any]) -> list[Any]:
-    """The sums of the last product, which are there."""
-    return _asm(["wgmma.wait_group.sync.aligned 0;"], ["=f"] * len(sums), sums, first_tied=0, num_tied=len(sums))
-
-
-def _asm(
-    lines: Sequence[str], results: Sequence[str], arguments: Sequence[Any], *, first_tied: int, num_tied: int
-) -> list[Any]:
-    """Assembly with float32 results; the first `num_tied` arguments are in registers of results, others are words."""
-    number = ir.F32Type.get()
-    tied = [str(first_tied + r) for r in range(num_tied)]
-    struct = llvm.inline_asm(
-        llvm.StructType.get_literal([number] * len(results)),
-        list(arguments),
-        "\n".join(lines),
-        ",".join([*results, *tied, *["l"] * (len(arguments) - num_tied)]),
-        asm_dialect=0,
-        has_side_effects=True,
-    )
-    return [llvm.extractvalue(number, struct, [i]) for i in range(len(results))]
 
 
 def descriptor(address: Register) -> Any:

@@ -165,7 +165,7 @@ def test_bad_tiling_is_an_error():
     with pytest.raises(ValueError, match="row_tile=12"):
         Tiling(row_tile=12)
     with pytest.raises(ValueError, match="row_tile=96 must be 64 or 128"):
-        Fp8RowsProduct(row_tile=96)
+        Fp8RowsProduct(row_tile=96, sum_registers=64)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 57, 64, 65, 72, 128, 200])

@@ -61,6 +61,7 @@ class Tiling:
 
     row_tile: int = 128  # rows of x that share one reading of the weights
     sum_registers: int = 64  # see Fp8Product
+    rows_sum_registers: int = 128  # see Fp8RowsProduct; with 64 rows half of them
     has_rows_left: bool = True  # for tiles of 64 and 128 rows with scales
     most_stages: int = 6
 
@@ -315,7 +316,8 @@ class _Product:
         if not self.is_scaled:
             return Bf16Product(row_tile=self.row_tile)
         if self.tiling.has_rows_left and self.row_tile in (ROWS, 2 * ROWS):
-            return Fp8RowsProduct(row_tile=self.row_tile)
+            sum_registers = self.tiling.rows_sum_registers * self.row_tile // (2 * ROWS)
+            return Fp8RowsProduct(row_tile=self.row_tile, sum_registers=sum_registers)
         return Fp8Product(row_tile=self.row_tile, sum_registers=self.tiling.sum_registers)
 
     @property

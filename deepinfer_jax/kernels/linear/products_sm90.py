@@ -34,7 +34,6 @@ from deepinfer_jax.kernels.warpgroup import (
     column_scales,
     descriptor,
     multiply,
-    multiply_in_turn,
 )
 from deepinfer_jax.ops.quant import decode_e4m3
 
@@ -124,6 +123,7 @@ class Fp8RowsProduct:
     """
 
     row_tile: int
+    sum_registers: int
     is_transposed = False
 
     def __post_init__(self) -> None:
@@ -187,23 +187,21 @@ class Fp8RowsProduct:
         row_at = mosaic.iadd(row_at, mosaic.imul(row, 4))
         left, right = descriptor(x_at), descriptor(weights_at)
         sums = mosaic.scalars(acc)
-        # 64 outputs at a time, so that registers hold the sums of two instructions beside those of the unit.
-        halves = range(num_outputs // ROWS)
-        places = [(*divmod(g * GROUP, LINE), half) for g in range(num_groups) for half in halves]
-        rows = [advance(left, line * x_line_bytes + piece) for line, piece, _ in places]
-        columns = [advance(right, line * line_bytes + half * ROWS * LINE + piece) for line, piece, half in places]
-
-        def add(index: int, part: Sequence[Register]) -> None:
-            g, half = divmod(index, len(halves))
-            row_scales = [mosaic.as_f32(mosaic.load(row_at, g * x_scale_bytes + 32 * i)) for i in range(2)]
-            words = mosaic.load_words(scale_at, 2, g * scale_row_bytes + half * 4 * ROWS // GROUP)
-            factors = [[arith.mulf(row_scale, mosaic.as_f32(word)) for word in words] for row_scale in row_scales]
-            for i in range(len(part)):
-                # Results come in blocks of 8 columns: two of the first row, two of the second.
-                own = half * len(part) + i
-                sums[own] = llvm.intr_fma(part[i], factors[i // 2 % 2][i // 4 * 8 // GROUP], sums[own])
-
-        multiply_in_turn(rows, columns, ROWS, add)
+        for at_once in batches(self.sum_registers, num_outputs, num_groups):
+            places = [divmod(g * GROUP, LINE) for g in at_once]
+            rows = [[advance(left, line * x_line_bytes + piece)] for line, piece in places]
+            columns = [advance(right, line * line_bytes + piece) for line, piece in places]
+            for g, part in zip(at_once, multiply(rows, columns, num_outputs), strict=True):
+                row_scales = [mosaic.as_f32(mosaic.load(row_at, g * x_scale_bytes + 32 * i)) for i in range(2)]
+                of_outputs = [
+                    mosaic.as_f32(word)
+                    for pair in range(num_outputs // GROUP // 2)
+                    for word in mosaic.load_words(scale_at, 2, g * scale_row_bytes + 8 * pair)
+                ]
+                factors = [[arith.mulf(row_scale, scale) for scale in of_outputs] for row_scale in row_scales]
+                for i in range(len(sums)):
+                    # Results come in blocks of 8 columns: two of the first row, two of the second.
+                    sums[i] = llvm.intr_fma(part[i], factors[i // 2 % 2][i // 4 * 8 // GROUP], sums[i])
         return mosaic.fragmented(sums, self.shape, acc.layout)
 
 
