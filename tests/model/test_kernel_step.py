@@ -15,6 +15,7 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.kernel_choice import step_choices
 from deepinfer_jax.kernels.attention import mosaic_sm90 as attention
 from deepinfer_jax.kernels.experts import mosaic_sm90 as experts
+from deepinfer_jax.kernels.experts.api import HopperMatrix
 from deepinfer_jax.kernels.hyper import mosaic_sm90 as hyper
 from deepinfer_jax.kernels.indexer import mosaic_sm90 as indexer
 from deepinfer_jax.kernels.linear import mosaic_sm90 as linear
@@ -47,7 +48,9 @@ ONE_EXPERT_BYTES = 5120 * 2304 // 2  # of one matrix; a layer's stack of it has 
 
 def test_a_kernel_is_lowered_once_for_all_layers():
     config, _ = rank_aot.step_of(CASE)
-    text = jitted_step(config).trace(*rank_aot.abstract_arguments(CASE)).lower(lowering_platforms=("cuda",)).as_text()
+    arguments = rank_aot.abstract_arguments(CASE)
+    assert isinstance(arguments[0].moe.experts.w2, HopperMatrix)
+    text = jitted_step(config).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
     assert {name: calls.count(name) for name in ("attend", "routed_experts", "linear")} == {
         "attend": 4,
