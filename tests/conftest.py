@@ -1,6 +1,5 @@
 """One set of JAX flags for all tests, the marks that need an option, and the summary of `--all`."""
 
-import gc
 import json
 import os
 import platform
@@ -15,8 +14,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SUMMARY = ROOT / "build" / "test-summary.json"
 DEVICES = ("sm90", "sm100", "ascend")
-# Compiled programs take memory maps, of which Linux gives a process 65,530; without more it crashes.
-MAX_MAPS = 20_000
 
 # Read by JAX when it is imported, and inherited by the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -37,6 +34,8 @@ ANNOTATED = [
     if "from jaxtyping import" in path.read_text(encoding="utf-8")
 ]
 install_import_hook(ANNOTATED, "beartype.beartype")
+
+from deepinfer_jax.testing.programs import forget_programs  # noqa: E402 (behind the hook, as all of the package)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -70,10 +69,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     module = getattr(item, "module", None)
     if module is not _last_module[0] or item.get_closest_marker("compiles_much"):
         _last_module[0] = module
-        maps = Path("/proc/self/maps")
-        if maps.exists() and len(maps.read_bytes().splitlines()) > MAX_MAPS:
-            jax.clear_caches()  # those that come again are read from disk
-            gc.collect()
+        forget_programs()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

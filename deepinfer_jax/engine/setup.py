@@ -1,6 +1,7 @@
 """From a resolved configuration to a model that can run: device, compilation cache, weights, tokenizer."""
 
 import dataclasses
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 RELEASED_NUMERICS = "q"
+_log = logging.getLogger(__name__)
+
 # Rows of a tile in batch-invariant mode: a GPU's loops are slow to turn, and its products want more rows.
 ROW_TILES = {"cpu": 8, ASCEND: 8, "nvidia": 32}
 MAX_DEVICE_TABLE_BYTES = 1 << 30  # Engram tables that are larger stay on the host, if nobody says where
@@ -84,6 +87,11 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
         model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)
     speculation, balance = make_speculation(config, model), make_balance_plan(config, params)
     runtime = make_runtime(config, model, target=target, max_drafts=speculation.max_drafts)
+    if runtime.is_repeatable:
+        _log.warning(
+            "batch-invariant mode on %s is experimental: run deepinfer-jax determinism to see whether it holds there",
+            device.device_kind,
+        )
     if bridge is not None:
         params = ascend.place_params(params, runtime, bridge, mode=config.ascend_mode)
     else:

@@ -16,6 +16,7 @@ from deepinfer_jax.testing.determinism.perturbations import PERTURBATIONS, Pertu
 from deepinfer_jax.testing.determinism.report import Report, Row, read_report, write_report
 from deepinfer_jax.testing.determinism.results import Difference, Result, compare_results, num_states
 from deepinfer_jax.testing.determinism.session import Session
+from deepinfer_jax.testing.programs import forget_programs
 
 
 class BaseDiffers(RuntimeError):
@@ -65,6 +66,7 @@ def run_matrix(
     finished = {row.name for row in report.rows}
     todo = [each for each in chosen if each.name not in finished and each.name not in report.left_out]
     for perturbation in progress(todo):
+        forget_programs()
         report = report.with_row(run_row(session, perturbation))
         if json_path is not None:
             write_report(report, json_path)
