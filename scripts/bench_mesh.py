@@ -31,7 +31,9 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.places import shipped_config
 from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.steps import pack_experts
 from deepinfer_jax.model.batch import StepBatch
+from deepinfer_jax.model.kernel_weights import for_kernels
 from deepinfer_jax.model.leaves import unchecked
 from deepinfer_jax.model.shardings import STATE_SPECS, config_on_mesh, forward_on_mesh, spread
 from deepinfer_jax.model.state import init_state
@@ -133,7 +135,7 @@ def measure_step(kind: str, released: ModelConfig, mesh: Mesh, sizes: Sizes) -> 
     model = dataclasses.replace(rank_model(released, num_layers=sizes.num_layers), n_routed_experts=num_experts)
     target = "cpu" if jax.default_backend() == "cpu" else "nvidia"
     config = config_on_mesh(RuntimeConfig(model=model, is_invariant=False, target=target, kernels=sizes.kernels), mesh)
-    params = rank_params(model, num_experts=num_experts, mesh=mesh)
+    params = for_kernels(rank_params(model, num_experts=num_experts, mesh=mesh), config=config, pack=pack_experts)
     rows = sizes.decode_rows if kind == "decode" else sizes.prefill_rows
     batch = batch_of(kind, rows, sizes.context, model, config, mesh)
     slots, pages = (batch.page_table.shape[1], batch.page_table.shape[1] * batch.page_table.shape[2])

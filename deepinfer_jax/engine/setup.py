@@ -97,7 +97,7 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     else:
         decode_rows = config.max_num_seqs * (1 + speculation.max_drafts)
         log_choices(runtime, decode_rows=decode_rows, prefill_rows=config.max_num_batched_tokens)
-        params = for_kernels(params, config=runtime, pack=pack_experts) if mesh is None else params
+        params = for_kernels(params, config=runtime, pack=pack_experts)
     return LoadedModel(
         params=params,
         runtime=dataclasses.replace(runtime, engram_on_host=on_host),

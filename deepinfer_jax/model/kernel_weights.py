@@ -20,7 +20,7 @@ _MATRICES = ("w1", "w2", "w3")  # of experts
 def for_kernels(
     params: Params, *, config: RuntimeConfig, pack: Callable[[ScaledArray], HopperMatrix] = pack_matrix
 ) -> Params:
-    """The parameters for the steps of this config, for one device.
+    """The parameters for the steps of this config; on a mesh the pieces stay where they are.
 
     Weights of linear layers that a kernel multiplies packed get their scales in its form (0.4 % of their bytes);
     payloads stay where they are. The first factor of the output projection is multiplied with rows that are never

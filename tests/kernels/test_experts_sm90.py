@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax.kernels.experts import cases, mosaic_sm90, packed_sm90, rows_sm90
 from deepinfer_jax.kernels.experts.mosaic_sm90 import KernelTiling, Tiling
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
+from deepinfer_jax.parallel.mesh import make_mesh
 from deepinfer_jax.testing import compare
 
 # Sums over groups of 32 columns in another order, rounded to bfloat16 once; no hidden value of these cases lies so near
@@ -81,6 +84,17 @@ def test_weights_are_packed_in_a_call_that_is_given_others():
     inputs = make(ids, is_live)
     plain = [packed_sm90.unpacked(w) for w in inputs[4:]]
     compare.assert_bitwise(kernel()(*inputs[:4], *plain), kernel()(*inputs))
+
+
+def test_a_mesh_packs_its_pieces_where_they_are():
+    w = cases.random_experts(jax.random.key(3), 32, 512, num_experts=16)
+    w = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), w)  # of two layers
+    want = packed_sm90.pack_experts(w)
+    pieces = NamedSharding(make_mesh(4, 2), P(None, ("dp", "cp")))
+    found = jax.jit(packed_sm90.pack_experts, donate_argnums=0)(jax.device_put(w, pieces))
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert {shard.data.shape[:2] for shard in leaf.addressable_shards} == {(2, 2)}
+        np.testing.assert_array_equal(leaf, wanted)
 
 
 def test_packed_weights_are_unpacked_exactly():
