@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.kernels.linear.api import linear
+from deepinfer_jax.kernels.linear.api import linear, linear_f32
 from deepinfer_jax.kernels.rms_norm.api import rms_norm
 from deepinfer_jax.kernels.rope.api import rotate
 from deepinfer_jax.model.batch import Rows
@@ -17,7 +17,6 @@ from deepinfer_jax.model.state import RATIOS, State
 from deepinfer_jax.model.variants import Layer, compressed_frequencies, pick
 from deepinfer_jax.ops import compress, paged, rope
 from deepinfer_jax.ops.invariant import round_to
-from deepinfer_jax.ops.linear import linear_f32
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_main_kv
 from deepinfer_jax.parallel import context
 from deepinfer_jax.pytree import pytree_dataclass
@@ -108,8 +107,10 @@ def _source_rows(
     wkv = params.compressor.wkv[layer.kv_ordinal]
     before = pairs = jnp.zeros((x.shape[0], 2 * model.head_dim), jnp.float32)
     if ratio == 2:
-        weights = jnp.concatenate([wkv, params.compressor.wgate[layer.cache_ordinal]], axis=0)
-        pairs = stages.map_rows(lambda _, x: linear_f32(x, weights), x, num_live=rows.num_live, config=config)
+        weights = (wkv, params.compressor.wgate[layer.cache_ordinal])
+        pairs = stages.map_rows(
+            lambda _, x: linear_f32(x, weights, backend=backend), x, num_live=rows.num_live, config=config
+        )
         pairs = stages.note(f"{prefix}.compress_pairs", pairs)
         before = _row_before(pairs, state, rows, layer, config=config)
     norm = params.compressor.norm[layer.kv_ordinal]

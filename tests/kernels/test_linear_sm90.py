@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deepinfer_jax.kernels.linear import cases, mosaic_sm90
+from deepinfer_jax.config.runtime import Backend
+from deepinfer_jax.kernels.linear import api, cases, mosaic_sm90
 from deepinfer_jax.kernels.linear.mosaic_sm90 import Tiling, num_splits
 from deepinfer_jax.kernels.linear.packed_sm90 import pack
 from deepinfer_jax.kernels.linear.products_sm90 import Fp8RowsProduct
+from deepinfer_jax.kernels.registry import MOSAIC_SM90, NVIDIA, REFERENCE
 from deepinfer_jax.ops.linear import grouped_linear, linear, linear_f32
 from deepinfer_jax.testing import compare
 
@@ -136,6 +138,16 @@ def test_bf16_products_are_exact(out_dtype):
     compare.assert_close(
         got, linear_f32(x[:, 0], w).astype(out_dtype), rel_l2=F32_REL_L2 if out_dtype == jnp.float32 else REL_L2
     )
+
+
+def test_float32_outputs_of_several_weights_lie_side_by_side(monkeypatch):
+    given = {"num_sms": 2, "tiling": TILING, "interpret": INTERPRET}
+    monkeypatch.setattr(mosaic_sm90, "linear_bf16", functools.partial(mosaic_sm90.linear_bf16, **given))
+    x, w = make_bf16(8, 1, 256, 128)
+    backends = [Backend(target=NVIDIA, kernels=kernels) for kernels in (MOSAIC_SM90, REFERENCE)]
+    got, want = (api.linear_f32(x[:, 0], (w[:128], w[128:]), backend=backend) for backend in backends)
+    compare.assert_close(got, want, rel_l2=F32_REL_L2)
+    compare.assert_bitwise(want, linear_f32(x[:, 0], w))
 
 
 def test_no_rows_give_no_rows():

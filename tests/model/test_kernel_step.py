@@ -28,14 +28,15 @@ from deepinfer_jax.testing.step_bench import compare_logits, jitted_step
 NAME = "mosaic_sm90"
 # One layer of each role: window with an Engram table, ratio 2, candidate source, and one that chooses among candidates.
 CASE = rank_aot.RankCase(target="h200", kernels=NAME, num_layers=4, num_rows=8, context=256, num_experts=48)
-# Calls of each function in one layer, or in one layer that has it: three layers choose entries, one has a table.
+# Calls of each function in one layer, or in one layer that has it: three layers choose entries, one has a table, and
+# one multiplies two weights of a compressor in bfloat16 beside its router.
 PER_LAYER = {
     "attend": 4,
     "best_entries": 3,
     "expand": 4,
     "expand_and_mix": 2 * 4,
     "grouped_linear": 4,
-    "linear_bf16": 4,
+    "linear_bf16": 4 + 2,
     "mix": 2 * 4,
     "routed_experts": 5 * 4,
 }
@@ -58,9 +59,9 @@ def test_a_kernel_is_lowered_once_for_all_layers():
         "linear": LINEARS,
     }
     # Attention of a window and over caches of either ratio, experts with their schedule and codes, linear layers of
-    # eight shapes with their quantisers, the grouped one, the router's, index scores of either ratio and of a list,
-    # three forms of mixes.
-    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 1 + 3 + 5
+    # eight shapes with their quantisers, the grouped one, those of router and compressor, index scores of either
+    # ratio and of a list, three forms of mixes.
+    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 2 + 3 + 5
 
 
 @pytest.mark.parametrize("num_rows, kernels, want", [(8, NAME, False), (8192, NAME, True), (8, "reference", True)])
@@ -93,7 +94,7 @@ def test_a_step_holds_every_kernel_and_no_copy_of_weights():
 def interpreted(monkeypatch):
     """The kernels on two multiprocessors of the interpreter."""
     given = {"interpret": plgpu.InterpretGPUParams()}
-    for module, names in {experts: ("routed_experts",), linear: ("linear", "grouped_linear")}.items():
+    for module, names in {experts: ("routed_experts",), linear: ("linear", "linear_bf16", "grouped_linear")}.items():
         for name in names:
             monkeypatch.setattr(module, name, functools.partial(getattr(module, name), num_sms=2, **given))
     plain = {attention: ("attend",), indexer: ("best_entries",), hyper: ("expand", "mix", "expand_and_mix")}

@@ -1,10 +1,11 @@
 """Products of rows with plain or packed weights, by whatever the backend has for them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
@@ -13,7 +14,7 @@ from deepinfer_jax.kernels.calls import shared_call
 from deepinfer_jax.kernels.linear import cann, mosaic_sm90
 from deepinfer_jax.kernels.linear.cann import MxWeight
 from deepinfer_jax.kernels.linear.packed_sm90 import PackedLinear, pack
-from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
+from deepinfer_jax.kernels.registry import ASCEND, NVIDIA, REFERENCE, TRAINING, Impl, select
 from deepinfer_jax.ops import linear as ops
 from deepinfer_jax.ops.quant import ScaledArray, dequantize
 
@@ -34,6 +35,19 @@ def _refuses_grouped_sm90(x: Array, w: ScaledArray | Array) -> str | None:
     return mosaic_sm90.refuses_grouped(x, dequantize(w, x.dtype))  # of values that nobody reads
 
 
+def _linear_f32_sm90(x: Float[Array, "T K"], weights: Sequence[Array]) -> Float32[Array, "T N"]:
+    """A product for each of the weights, so that these are not copied."""
+    return jnp.concatenate([shared_call(mosaic_sm90.linear_bf16)(x, w) for w in weights], axis=1)
+
+
+def _refuses_f32_sm90(x: Array, weights: Sequence[Array]) -> str | None:
+    return next(filter(None, (mosaic_sm90.refuses_grouped(x, w) for w in weights)), None)
+
+
+def _linear_f32(x: Float[Array, "T K"], weights: Sequence[Array]) -> Float32[Array, "T N"]:
+    return ops.linear_f32(x, jnp.concatenate(weights, axis=0))
+
+
 IMPLS = (
     Impl(name="cann", fn=cann.linear, targets=(ASCEND,), refuses=cann.refuses),
     registry.mosaic_sm90(linear_sm90, mosaic_sm90.refuses),
@@ -43,6 +57,11 @@ GROUPED_IMPLS = (
     Impl(name="cann", fn=cann.grouped_linear, targets=(ASCEND,), refuses=cann.refuses_groups),
     registry.mosaic_sm90(_grouped_sm90, _refuses_grouped_sm90),
     Impl(name=REFERENCE, fn=ops.grouped_linear),
+)
+_F32_IMPLS = (
+    registry.mosaic_sm90(_linear_f32_sm90, _refuses_f32_sm90),
+    # For an Ascend device the host computes it, as part of the compressor.
+    Impl(name=REFERENCE, fn=_linear_f32, targets=("cpu", NVIDIA, ASCEND, TRAINING)),
 )
 # MxWeight and DeviceArray: as `engine/ascend.py` packs weights for CANN's operators. PackedLinear: as
 # `model/kernel_weights.py` packs them for the kernel for Hopper.
@@ -61,6 +80,13 @@ def linear(x: Float[Array, "T K"], w: Weight, *, backend: Backend) -> Float[Arra
 def grouped_linear(x: Float[Array, "T O M"], w: Weight, *, backend: Backend) -> Float[Array, "T O R"]:
     """See `ops.linear.grouped_linear`; for CANN w is plain values in groups, [O, R, M]."""
     return select(GROUPED_OP, GROUPED_IMPLS, backend, x, w).fn(x, w)
+
+
+def linear_f32(
+    x: Float[Array, "T K"], weights: Sequence[Float[Array, "M K"]], *, backend: Backend
+) -> Float32[Array, "T N"]:
+    """See `ops.linear.linear_f32`; weights: plain ones, whose outputs lie side by side."""
+    return select(OP, _F32_IMPLS, backend, x, weights).fn(x, weights)
 
 
 def multiplies_packed(w: ScaledArray, *, dtype: Any, backend: Backend) -> bool:
