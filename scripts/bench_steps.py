@@ -7,7 +7,7 @@ that a rank of eight gets when all have equally many rows. Nothing travels. `fra
 need at the bandwidth that was measured in the same run (the first line), divided by the time that was measured.
 
     python scripts/bench_steps.py --kernels mosaic_sm90 [--layers 40] [--rows 1 16 128 512] [--contexts 4096 8192 65536]
-        [--tables device host] [--check] [--profile]
+        [--tables device host] [--option NAME=VALUE ...] [--check] [--profile]
 
 --tables host keeps the Engram tables in the memory of the host, which gathers rows inside the step; beside a line of
 the same cell with tables on the device it shows what the layers in front of the first table do not hide.
@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 65536, 4096], help="tokens of each request")
     parser.add_argument("--tables", nargs="+", choices=("device", "host"), default=["device"], help="Engram's")
     parser.add_argument("--table-rows", type=int, default=ENGRAM_BASE, help="of each hash column of a table, about")
+    parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="more options of XLA's compiler")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="also compare the logits with kernels=reference")
     parser.add_argument("--profile", action="store_true", help="also list the kernels that take most time")
@@ -90,10 +91,12 @@ def run_cell(
     """Writes the line of one case; False where it failed, in which case the line says why."""
     head = {"op": "step_decode", "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
     head["tables"] = "host" if config.engram_on_host else "device"
+    options = dict(text.split("=", 1) for text in args.option)
+    head |= {"options": options} if options else {}
     try:
         start = time.perf_counter()
         abstract = jax.eval_shape(lambda: case.state(config))
-        compiled = step_bench.compile_step(config, params, abstract, case)
+        compiled = step_bench.compile_step(config, params, abstract, case, options)
         compile_s = time.perf_counter() - start
         memory = compiled.memory_analysis()
         needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes

@@ -49,9 +49,12 @@ def make_params(config: RuntimeConfig, *, num_experts: int, seed: int = 0) -> Pa
     return jax.block_until_ready(for_kernels(params, config=config, pack=pack_experts))
 
 
-def compile_step(config: RuntimeConfig, params: Params, state: State, case: DecodeCase) -> Any:
-    """The step for these shapes; arguments may be shape structs."""
-    return jitted_step(config).lower(params, state, case.batch(config), case.experts(config)).compile()
+def compile_step(
+    config: RuntimeConfig, params: Params, state: State, case: DecodeCase, options: Mapping[str, Any] | None = None
+) -> Any:
+    """The step for these shapes; arguments may be shape structs. options: more of them for the compiler."""
+    lowered = jitted_step(config).lower(params, state, case.batch(config), case.experts(config))
+    return lowered.compile(compiler_options={**COMPILER_OPTIONS, **(options or {})})
 
 
 def jitted_step(config: RuntimeConfig) -> Any:
