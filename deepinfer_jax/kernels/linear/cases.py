@@ -101,7 +101,7 @@ def _scaled_case(name: str, num_rows: int) -> Case:
         cut_rows=cut_rows if num_rows >= TARGET_ROWS else None,
         num_rows=num_rows,
         has_target=num_rows == TARGET_ROWS,
-        families=("wgmma.mma_async.sync.aligned", "k32.f32.e4m3.e4m3", "cp.async.bulk.tensor"),
+        families={"mosaic_sm90": ("wgmma.mma_async.sync.aligned", "k32.f32.e4m3.e4m3", "cp.async.bulk.tensor")},
         peers={
             "torch_matmul_bf16": functools.partial(
                 _torch_products, num_rows=num_rows, groups=1, width=width, num_outputs=num_outputs
@@ -132,7 +132,7 @@ def _bf16_case(name: str, num_rows: int) -> Case:
         cut_rows=cut_rows if num_rows >= TARGET_ROWS else None,
         num_rows=num_rows,
         has_target=num_rows == TARGET_ROWS,
-        families=("wgmma.mma_async.sync.aligned", "k16.f32.bf16.bf16", "cp.async.bulk.tensor"),
+        families={"mosaic_sm90": ("wgmma.mma_async.sync.aligned", "k16.f32.bf16.bf16", "cp.async.bulk.tensor")},
         peers={"torch_bmm_bf16" if groups > 1 else "torch_matmul_bf16": functools.partial(_torch_products, **size)},
     )
 
