@@ -1,5 +1,6 @@
 """Products of rows with plain or packed weights, by whatever the backend has for them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,42 +11,55 @@ from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.ascend import DeviceArray
 from deepinfer_jax.kernels.calls import shared_call
-from deepinfer_jax.kernels.linear import cann, mosaic_sm90
+from deepinfer_jax.kernels.linear import cann, mosaic_sm90, mosaic_sm100, packed_sm90, packed_sm100
 from deepinfer_jax.kernels.linear.cann import MxWeight
-from deepinfer_jax.kernels.linear.packed_sm90 import PackedLinear, pack
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.ops import linear as ops
 from deepinfer_jax.ops.quant import ScaledArray, dequantize
 
 OP, GROUPED_OP = "linear", "grouped_linear"
+PackedLinear = packed_sm90.PackedLinear | packed_sm100.PackedLinear  # as `packed` leaves weights for a kernel
 
 
-def linear_sm90(x: Float[Array, "T K"], w: ScaledArray | PackedLinear) -> Float[Array, "T N"]:
+def linear_sm90(x: Float[Array, "T K"], w: ScaledArray | packed_sm90.PackedLinear) -> Float[Array, "T N"]:
     """`mosaic_sm90.linear`, lowered once for all layers."""
     return shared_call(mosaic_sm90.linear)(x, w)
 
 
-def _grouped_sm90(x: Float[Array, "T O M"], w: ScaledArray | Array) -> Float[Array, "T O R"]:
-    """Packed weights become bfloat16 first: the kernel multiplies exactly, and rows are not quantised here."""
-    return shared_call(mosaic_sm90.grouped_linear)(x, dequantize(w, x.dtype))
+def linear_sm100(x: Float[Array, "T K"], w: ScaledArray | packed_sm100.PackedLinear) -> Float[Array, "T N"]:
+    """`mosaic_sm100.linear`, lowered once for all layers."""
+    return shared_call(mosaic_sm100.linear)(x, w)
 
 
-def _refuses_grouped_sm90(x: Array, w: ScaledArray | Array) -> str | None:
-    return mosaic_sm90.refuses_grouped(x, dequantize(w, x.dtype))  # of values that nobody reads
+def _grouped(module: Any) -> tuple[Callable[..., Array], Callable[..., str | None]]:
+    """Its `grouped_linear`, and why it refuses, for weights that may be packed.
+
+    These become bfloat16 first: the kernels multiply exactly, and rows are not quantised here.
+    """
+
+    def multiply(x: Float[Array, "T O M"], w: ScaledArray | Array) -> Float[Array, "T O R"]:
+        return shared_call(module.grouped_linear)(x, dequantize(w, x.dtype))
+
+    def refuses(x: Array, w: ScaledArray | Array) -> str | None:
+        return module.refuses_grouped(x, dequantize(w, x.dtype))  # of values that nobody reads
+
+    return multiply, refuses
 
 
 IMPLS = (
     Impl(name="cann", fn=cann.linear, targets=(ASCEND,), refuses=cann.refuses),
     registry.mosaic_sm90(linear_sm90, mosaic_sm90.refuses),
+    registry.mosaic_sm100(linear_sm100, mosaic_sm100.refuses),
     Impl(name=REFERENCE, fn=ops.linear),
 )
 GROUPED_IMPLS = (
     Impl(name="cann", fn=cann.grouped_linear, targets=(ASCEND,), refuses=cann.refuses_groups),
-    registry.mosaic_sm90(_grouped_sm90, _refuses_grouped_sm90),
+    registry.mosaic_sm90(*_grouped(mosaic_sm90)),
+    registry.mosaic_sm100(*_grouped(mosaic_sm100)),
     Impl(name=REFERENCE, fn=ops.grouped_linear),
 )
 # MxWeight and DeviceArray: as `engine/ascend.py` packs weights for CANN's operators. PackedLinear: as
-# `model/kernel_weights.py` packs them for the kernel for Hopper.
+# `model/kernel_weights.py` packs them for the kernels for NVIDIA GPUs.
 Weight = ScaledArray | Array | MxWeight | DeviceArray | PackedLinear
 
 
@@ -79,7 +93,9 @@ def packed(w: ScaledArray, *, dtype: Any, backend: Backend) -> ScaledArray | Pac
     See `multiplies_packed`; the payload stays where it is.
     """
     one = jax.tree.map(lambda a: a[0], w) if w.payload.ndim == 3 else w
-    return pack(w) if multiplies_packed(one, dtype=dtype, backend=backend) else w
+    if not multiplies_packed(one, dtype=dtype, backend=backend):
+        return w
+    return packed_sm100.pack(w) if backend.kernels == registry.MOSAIC_SM100 else packed_sm90.pack(w)
 
 
 def keeps_plain(groups: int, outputs: int, width: int, *, dtype: Any, backend: Backend) -> bool:
@@ -87,7 +103,7 @@ def keeps_plain(groups: int, outputs: int, width: int, *, dtype: Any, backend: B
 
     Else `grouped_linear` unpacks them itself, if they are packed.
     """
-    if backend.kernels != registry.MOSAIC_SM90:
+    if backend.kernels not in registry.COMPUTE_CAPABILITIES:
         return False
     rows = jnp.zeros((1, groups, width), dtype)
     return select(GROUPED_OP, GROUPED_IMPLS, backend, rows, jnp.zeros((outputs, width), dtype)).name != REFERENCE
