@@ -212,8 +212,8 @@ class _Shared:
     drained: Any  # of each slot: its sums have been read
     x_scales: Any = None  # [stages, 1, 1, 32, 16]
     scales: Any = None  # [stages, 1, 1, 32, 16]
-    x_scales_tmem: Any = None  # tensor memory, [128, 4]
-    scales_tmem: Any = None  # tensor memory, [128, 4]
+    x_scales_tmem: Any = None  # tensor memory, [128, stages * 4]: what a stage has there is read until it is free
+    scales_tmem: Any = None  # as for x
     plain_x: Any = None  # interpreted only: x with its scales, [stages, row_tile, line] float32
     plain_weights: Any = None  # interpreted only: weights with their scales, [stages, 128, line] float32
 
@@ -297,7 +297,7 @@ class _Product:
             tile = plgpu.SMEM((self.stages, 1, 1, GROUP, 16), jnp.float8_e8m0fnu)
             types |= {"scales": tile, "x_scales": tile}
         if self.is_scaled and self.interpret is None:
-            tile = plgpu.TMEM((TILE, 4), jnp.float8_e8m0fnu, layout=plgpu.TMEMLayout.SCALES_LAYOUT)
+            tile = plgpu.TMEM((TILE, 4 * self.stages), jnp.float8_e8m0fnu, layout=plgpu.TMEMLayout.SCALES_LAYOUT)
             types |= {"scales_tmem": tile, "x_scales_tmem": tile}
         if self.is_scaled and self.interpret is not None:
             types |= {
@@ -408,15 +408,17 @@ class _Product:
         if not self.is_scaled:
             plgpu.tcgen05_mma(sums, weights, x.T, free, accumulate=accumulates)
         elif self.interpret is None:
-            plgpu.async_copy_scales_to_tmem(shared.scales.at[stage], shared.scales_tmem)
-            plgpu.async_copy_scales_to_tmem(shared.x_scales.at[stage], shared.x_scales_tmem)
+            own = pl.ds(4 * stage, 4)
+            scales, x_scales = shared.scales_tmem.at[:, own], shared.x_scales_tmem.at[:, own]
+            plgpu.async_copy_scales_to_tmem(shared.scales.at[stage], scales)
+            plgpu.async_copy_scales_to_tmem(shared.x_scales.at[stage], x_scales)
             plgpu.tcgen05_mma(
                 sums,
                 weights,
                 x.T,
                 free,
-                a_scale=shared.scales_tmem,
-                b_scale=shared.x_scales_tmem,
+                a_scale=scales,
+                b_scale=x_scales,
                 accumulate=accumulates,
             )
         else:
