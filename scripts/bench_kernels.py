@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Checks and times the kernels of each op on the GPU at hand: one JSON line for each implementation and case.
 
-Cases are those of `deepinfer_jax/kernels/<op>/cases.py`. Every implementation is compared with the reference before it
-is timed, and with --rows each kernel is run with 1 to 256 live rows, and in calls of fewer rows where the case says
-how these look; bits of rows must not change. PyTorch's own
+Cases are those of `deepinfer_jax/kernels/<op>/cases.py`, without the implementations that are for another GPU. Every
+implementation is compared with the reference before it is timed, and with --rows each kernel is run with 1 to 256
+live rows, and in calls of fewer rows where the case says how these look; bits of rows must not change. PyTorch's own
 products are timed in the same run where it is installed. The first line holds the ceilings that were measured. Cases
 that have an aim in docs/kernels.md come first. One that fails, or that takes longer than --limit-s, gives a line that
 says so, and the others go on.
@@ -56,7 +56,9 @@ def main() -> int:
         parser.error(f"kernels are timed on a GPU; this is a {facts['device']}. Tests interpret them on a CPU")
     ceilings = kernel_bench.measure_ceilings()
     write({"op": "ceilings", **dataclasses.asdict(ceilings), **facts})
+    capability = jax.devices()[0].compute_capability
     wanted = [case for op in args.ops or OPS for case in cases_of(op) if is_wanted(case, args)]
+    wanted = [kernel_bench.runnable(case, capability) for case in wanted]
     wanted.sort(key=lambda case: not case.has_target)
     is_good = [run_case(case, ceilings, args, facts) for case in wanted]
     return 0 if all(is_good) else 1

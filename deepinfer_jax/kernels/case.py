@@ -20,6 +20,7 @@ class Case:
     num_bytes: of all inputs read once and all outputs written once. flops: multiplications and additions.
     has_target: docs/kernels.md states what its time should be; benchmarks begin with these.
     reference_calls: how often one timed program computes the reference at most: 1 where that is long to compile.
+    families: by name of an implementation, PTX instructions that its compiled kernels must contain.
     """
 
     op: str
@@ -35,12 +36,16 @@ class Case:
     num_rows: int = 0  # rows of the outputs, where `keep_rows` is given
     has_target: bool = False
     reference_calls: int = 8
-    families: tuple[str, ...] = ()  # PTX instructions that a compiled kernel must contain
+    families: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     # The same work by PyTorch, for comparison: the torch module and a number of copies -> one call for each copy.
     peers: Mapping[str, Callable[[Any, int], list[Callable[[], Any]]]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if REFERENCE not in self.implementations:
             raise ValueError(f"case {self.op} {self.name} has no implementation called {REFERENCE}")
+        if unknown := sorted(self.families.keys() - self.implementations.keys()):
+            raise ValueError(
+                f"case {self.op} {self.name} has instructions for {unknown[0]}, but no such implementation"
+            )
         if (self.keep_rows is None) != (self.num_rows == 0):
             raise ValueError(f"case {self.op} {self.name}: keep_rows and num_rows belong together")

@@ -9,7 +9,8 @@ from deepinfer_jax.kernels.ascend import AscendUnsupportedError
 
 AUTO, REFERENCE, ASCEND, NVIDIA = "auto", "reference", "ascend", "nvidia"
 TRAINING = "training"  # the network under a gradient, on any device
-MOSAIC_SM90 = "mosaic_sm90"  # kernels for Hopper
+MOSAIC_SM90, MOSAIC_SM100 = "mosaic_sm90", "mosaic_sm100"  # kernels for Hopper and for Blackwell
+COMPUTE_CAPABILITIES = {MOSAIC_SM90: "9.0", MOSAIC_SM100: "10.0"}  # of the NVIDIA GPUs that they are for
 
 
 def accepts(*_: Any, **__: Any) -> None:
@@ -39,13 +40,22 @@ class Impl:
 
 def mosaic_sm90(fn: Callable[..., Any], refuses: Callable[..., str | None]) -> Impl:
     """A kernel for Hopper, which is taken where it is asked for."""
+    return _mosaic(MOSAIC_SM90, fn, refuses)
+
+
+def mosaic_sm100(fn: Callable[..., Any], refuses: Callable[..., str | None]) -> Impl:
+    """A kernel for Blackwell, which is taken where it is asked for."""
+    return _mosaic(MOSAIC_SM100, fn, refuses)
+
+
+def _mosaic(name: str, fn: Callable[..., Any], refuses: Callable[..., str | None]) -> Impl:
     return Impl(
-        name=MOSAIC_SM90,
+        name=name,
         fn=fn,
         targets=(NVIDIA,),
         refuses=refuses,
         is_automatic=False,
-        compute_capability="9.0",
+        compute_capability=COMPUTE_CAPABILITIES[name],
     )
 
 

@@ -22,11 +22,11 @@ def for_kernels(
 ) -> Params:
     """The parameters for the steps of this config; on a mesh the pieces stay where they are.
 
-    Weights of linear layers that a kernel multiplies packed get their scales in its form (0.4 % of their bytes);
-    payloads stay where they are. The first factor of the output projection is multiplied with rows that are never
-    quantised, so its kernel reads bfloat16: unpacked here, with twice the bytes. Signs and scales of routed experts are
-    arranged for their kernel, which adds a seventeenth of their bytes. Everything else stays as it is, and so do these
-    where no kernel takes them.
+    Weights of linear layers that a kernel multiplies packed get their scales in its form (0.4 % of their bytes for
+    Hopper, 3 % for Blackwell); payloads stay where they are. The first factor of the output projection is multiplied
+    with rows that are never quantised, so its kernel reads bfloat16: unpacked here, with twice the bytes. Signs and
+    scales of routed experts are arranged for their kernel, which adds a seventeenth of their bytes. Everything else
+    stays as it is, and so do these where no kernel takes them.
 
     pack: `pack_matrix`, or a compiled form of it, which may take over the memory of what it is given.
     """

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from deepinfer_jax.kernels.case import REFERENCE, Case
+from deepinfer_jax.kernels.registry import COMPUTE_CAPABILITIES
 
 COLD_BYTES = 256 << 20  # more than any cache holds
 MAX_COPIES = 256
@@ -94,6 +95,17 @@ def measure_ceilings(*, copy_bytes: int = 4 << 30, side: int = 8192, turns: int 
 
 def _product(a: Array, b: Array, *, axes: Any) -> Array:
     return jax.lax.dot_general(a, b, axes, preferred_element_type=jnp.bfloat16)
+
+
+def runnable(case: Case, compute_capability: str) -> Case:
+    """The case with those of its implementations that such a GPU can run."""
+    runs = {
+        name: run
+        for name, run in case.implementations.items()
+        if COMPUTE_CAPABILITIES.get(name, compute_capability) == compute_capability
+    }
+    families = {name: wanted for name, wanted in case.families.items() if name in runs}
+    return dataclasses.replace(case, implementations=runs, families=families)
 
 
 def prepare(case: Case) -> Prepared:

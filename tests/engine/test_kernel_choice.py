@@ -32,6 +32,10 @@ def test_kernels_for_another_device_are_refused(tiny_model):
     with pytest.raises(ValueError, match="compute capability 9.0, and NVIDIA X has 10.0; set kernels"):
         check_kernels(config, gpu("10.0"), target="nvidia")
     check_kernels(resolve(EngineArgs(), {}), gpu("10.0"), target="nvidia")
+    config = resolve(EngineArgs(), {"DEEPINFER_JAX_KERNELS": "mosaic_sm100"})
+    check_kernels(config, gpu("10.0"), target="nvidia")
+    with pytest.raises(ValueError, match="kernels=mosaic_sm100 is for GPUs of compute capability 10.0, and .* has 9.0"):
+        check_kernels(config, gpu("9.0"), target="nvidia")
 
 
 def test_released_shape_decodes_through_every_kernel():
@@ -40,6 +44,12 @@ def test_released_shape_decodes_through_every_kernel():
     others = {op for op, choice in choices.items() if choice != NAME}
     assert others == {"rms_norm"}
     assert {choices[op] for op in others} == {"reference (there is no mosaic_sm90 of this op)"}
+
+
+def test_released_shape_multiplies_through_kernels_for_blackwell():
+    choices = step_choices(runtime("deepseek-v4.1-flash", kernels="mosaic_sm100"), num_rows=128)
+    taken = {op for op, choice in choices.items() if choice == "mosaic_sm100"}
+    assert taken == {"grouped_linear", "linear", "router", "shared_expert"}
 
 
 def test_prompts_have_too_many_pairs_for_the_experts():

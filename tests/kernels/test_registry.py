@@ -5,7 +5,16 @@ import pytest
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels.ascend import AscendUnsupportedError
 from deepinfer_jax.kernels.catalog import OPS
-from deepinfer_jax.kernels.registry import REFERENCE, Impl, check_choice, explain, mosaic_sm90, names, select
+from deepinfer_jax.kernels.registry import (
+    REFERENCE,
+    Impl,
+    check_choice,
+    explain,
+    mosaic_sm90,
+    mosaic_sm100,
+    names,
+    select,
+)
 
 
 def refuse_odd(x: int) -> str | None:
@@ -67,19 +76,26 @@ def test_a_named_one_that_refuses_is_an_error_on_an_ascend_device():
         run(1, target="ascend", kernels="fast")
 
 
-def test_an_implementation_that_is_not_automatic_is_taken_by_name_only():
-    impls = (mosaic_sm90(fast, refuse_odd), IMPLS[1])
+@pytest.mark.parametrize(
+    "make, name, capability", [(mosaic_sm90, "mosaic_sm90", "9.0"), (mosaic_sm100, "mosaic_sm100", "10.0")]
+)
+def test_an_implementation_that_is_not_automatic_is_taken_by_name_only(make, name, capability):
+    impls = (make(fast, refuse_odd), IMPLS[1])
+    assert impls[0].compute_capability == capability
     assert run(2, impls, target="nvidia") == "plain 2"
-    assert run(2, impls, target="nvidia", kernels="mosaic_sm90") == "fast 2"
-    assert run(1, impls, target="nvidia", kernels="mosaic_sm90") == "plain 1"
-    assert run(2, impls, kernels="mosaic_sm90") == "plain 2"
+    assert run(2, impls, target="nvidia", kernels=name) == "fast 2"
+    assert run(1, impls, target="nvidia", kernels=name) == "plain 1"
+    assert run(2, impls, kernels=name) == "plain 2"
     assert names({"op": impls}, Backend(target="nvidia")) == {"op": (REFERENCE,)}
 
 
-def test_kernels_for_hopper_exist_for_the_ops_of_a_layer_and_are_not_automatic():
+def test_kernels_for_nvidia_exist_for_ops_of_a_layer_and_are_not_automatic():
     asked = names(OPS, Backend(target="nvidia", kernels="mosaic_sm90"))
     found = {op for op, impls in asked.items() if impls == ("mosaic_sm90", REFERENCE)}
     assert found == OPS.keys() - {"rms_norm"}
+    asked = names(OPS, Backend(target="nvidia", kernels="mosaic_sm100"))
+    found = {op for op, impls in asked.items() if impls == ("mosaic_sm100", REFERENCE)}
+    assert found == {"grouped_linear", "linear", "router", "shared_expert"}
     assert set(names(OPS, Backend(target="nvidia")).values()) == {(REFERENCE,)}
 
 

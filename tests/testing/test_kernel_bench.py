@@ -63,6 +63,21 @@ def test_a_wrong_implementation_is_not_timed() -> None:
         one_record(CASE, "doubled")
 
 
+def test_kernels_for_another_gpu_are_left_out() -> None:
+    kernels = dict.fromkeys(("reference", "mosaic_sm90", "mosaic_sm100"), CASE.implementations["reference"])
+    families = {"mosaic_sm90": ("wgmma",), "mosaic_sm100": ("tcgen05",)}
+    case = dataclasses.replace(CASE, implementations=kernels, families=families)
+    found = kernel_bench.runnable(case, "9.0")
+    assert found.implementations.keys() == {"reference", "mosaic_sm90"}
+    assert found.families == {"mosaic_sm90": ("wgmma",)}
+    assert kernel_bench.runnable(case, "12.0").implementations.keys() == {"reference"}
+
+
+def test_instructions_belong_to_an_implementation() -> None:
+    with pytest.raises(ValueError, match="has instructions for mosaic_sm100, but no such implementation"):
+        dataclasses.replace(CASE, families={"mosaic_sm100": ("tcgen05",)})
+
+
 def test_a_time_below_the_floor_is_an_error() -> None:
     impossible = kernel_bench.Ceilings(bytes_per_s=1.0, flops_per_s={"bf16": 1.0, "fp8": 1.0})
     with pytest.raises(ValueError, match="count them again"):

@@ -117,7 +117,7 @@ def _case(num_rows: int) -> Case:
         num_rows=num_rows,
         has_target=num_rows == TARGET_ROWS,
         reference_calls=1,
-        families=FAMILIES,
+        families={"mosaic_sm90": FAMILIES},
         peers={"torch_gathered_bf16": functools.partial(_torch_dense, num_rows=num_rows)},
     )
 

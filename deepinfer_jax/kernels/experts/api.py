@@ -1,5 +1,6 @@
 """The experts of a layer, routed and shared, by whatever the backend has for them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from deepinfer_jax.kernels.calls import shared_call
 from deepinfer_jax.kernels.experts import cann, mosaic_sm90, packed_sm90
 from deepinfer_jax.kernels.linear import api as linear_api
 from deepinfer_jax.kernels.linear import mosaic_sm90 as linear_sm90
+from deepinfer_jax.kernels.linear import mosaic_sm100 as linear_sm100
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.ops import moe
 
@@ -85,17 +87,23 @@ def _refuses_routed_sm90(
     return mosaic_sm90.refuses(u, expert_ids, experts.w1, experts.w2)
 
 
-def _shared_sm90(u: Float[Array, "T D"], expert: Experts, *, limit: float, quantizes: bool) -> Float[Array, "T D"]:
-    linear = linear_api.linear_sm90
-    inner = moe.swiglu(linear(u, expert.w1), linear(u, expert.w3), None, limit=limit)
-    return linear(inner, expert.w2)
+def _shared_kernel(
+    linear: Callable[..., Array], refuses_linear: Callable[..., str | None]
+) -> tuple[Callable[..., Array], Callable[..., str | None]]:
+    """The shared expert by a kernel for linear layers that quantises rows, and why it refuses."""
 
+    def run(u: Float[Array, "T D"], expert: Experts, *, limit: float, quantizes: bool) -> Float[Array, "T D"]:
+        del quantizes
+        inner = moe.swiglu(linear(u, expert.w1), linear(u, expert.w3), None, limit=limit)
+        return linear(inner, expert.w2)
 
-def _refuses_shared_sm90(u: Array, expert: Experts, *, quantizes: bool, **_: Any) -> str | None:
-    if not quantizes:
-        return "activations between the products are not FP8 in this numerics policy"
-    reasons = (linear_sm90.refuses(u, w) for w in (expert.w1, expert.w2, expert.w3))
-    return next((reason for reason in reasons if reason is not None), None)
+    def refuses(u: Array, expert: Experts, *, quantizes: bool, **_: Any) -> str | None:
+        if not quantizes:
+            return "activations between the products are not FP8 in this numerics policy"
+        reasons = (refuses_linear(u, w) for w in (expert.w1, expert.w2, expert.w3))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    return run, refuses
 
 
 IMPLS = (
@@ -105,7 +113,8 @@ IMPLS = (
 )
 SHARED_IMPLS = (
     Impl(name="cann", fn=cann.shared_expert, targets=(ASCEND,), refuses=cann.refuses_shared),
-    registry.mosaic_sm90(_shared_sm90, _refuses_shared_sm90),
+    registry.mosaic_sm90(*_shared_kernel(linear_api.linear_sm90, linear_sm90.refuses)),
+    registry.mosaic_sm100(*_shared_kernel(linear_api.linear_sm100, linear_sm100.refuses)),
     Impl(name=REFERENCE, fn=_shared),
 )
 

@@ -134,7 +134,7 @@ def _case(name: str, num_pairs: int) -> Case:
         num_rows=num_pairs,
         has_target=num_pairs == TARGET_PAIRS,
         reference_calls=1,
-        families=FAMILIES,
+        families={"mosaic_sm90": FAMILIES},
         peers={"torch_grouped_mm_bf16": functools.partial(_grouped_mm, ids=ids)},
     )
 

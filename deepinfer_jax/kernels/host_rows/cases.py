@@ -39,7 +39,7 @@ def _case(name: str, num_rows: int) -> Case:
         implementations={REFERENCE: reference, "mosaic_sm90": mosaic_sm90.take_rows},
         num_bytes=num_rows * WANTED * (2 * width + 4),
         flops=0,
-        families=("ld.global.v4.b32" if width % 16 == 0 else "ld.global.v2.b32",),
+        families={"mosaic_sm90": ("ld.global.v4.b32" if width % 16 == 0 else "ld.global.v2.b32",)},
     )
 
 

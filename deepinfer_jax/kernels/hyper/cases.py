@@ -20,6 +20,7 @@ SINKHORN = {"iterations": 20, "eps": 1e-6}
 NORM_EPS = 1e-20
 # Coefficients differ in their last bits, which turns a bfloat16 rounding here and there.
 TOLERANCE = 1e-3
+MIX_FAMILY = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 
 
 def make_inputs(key: Array, *, num_rows: int, width: int) -> tuple[Any, ...]:
@@ -117,7 +118,7 @@ def _case(name: str, num_rows: int) -> Case:
         cut_rows=cut_rows if num_rows >= TARGET_ROWS else None,
         num_rows=num_rows,
         has_target=num_rows == TARGET_ROWS,
-        families=("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", "ld.v4.b32") if mixes else ("ld.v4.b32",),
+        families={"mosaic_sm90": (*((MIX_FAMILY,) if mixes else ()), "ld.v4.b32")},
     )
 
 

@@ -109,7 +109,7 @@ def _scores_case(num_rows: int, context: int) -> Case:
         num_rows=num_rows,
         has_target=context > SHORT_CONTEXT,
         reference_calls=1,
-        families=FAMILIES,
+        families={"mosaic_sm90": FAMILIES},
         peers={"torch_bmm_bf16": functools.partial(_torch_scores, num_rows=num_rows, context=context)},
     )
 

@@ -1,6 +1,6 @@
 """Products of rows with plain or packed weights, by whatever the backend has for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,37 +11,51 @@ from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.ascend import DeviceArray
 from deepinfer_jax.kernels.calls import shared_call
-from deepinfer_jax.kernels.linear import cann, mosaic_sm90
+from deepinfer_jax.kernels.linear import cann, mosaic_sm90, mosaic_sm100, packed_sm90, packed_sm100
 from deepinfer_jax.kernels.linear.cann import MxWeight
-from deepinfer_jax.kernels.linear.packed_sm90 import PackedLinear, pack
 from deepinfer_jax.kernels.registry import ASCEND, NVIDIA, REFERENCE, TRAINING, Impl, select
 from deepinfer_jax.ops import linear as ops
 from deepinfer_jax.ops.quant import ScaledArray, dequantize
 
 OP, GROUPED_OP = "linear", "grouped_linear"
+PackedLinear = packed_sm90.PackedLinear | packed_sm100.PackedLinear  # as `packed` leaves weights for a kernel
 
 
-def linear_sm90(x: Float[Array, "T K"], w: ScaledArray | PackedLinear) -> Float[Array, "T N"]:
+def linear_sm90(x: Float[Array, "T K"], w: ScaledArray | packed_sm90.PackedLinear) -> Float[Array, "T N"]:
     """`mosaic_sm90.linear`, lowered once for all layers."""
     return shared_call(mosaic_sm90.linear)(x, w)
 
 
-def _grouped_sm90(x: Float[Array, "T O M"], w: ScaledArray | Array) -> Float[Array, "T O R"]:
-    """Packed weights become bfloat16 first: the kernel multiplies exactly, and rows are not quantised here."""
-    return shared_call(mosaic_sm90.grouped_linear)(x, dequantize(w, x.dtype))
+def linear_sm100(x: Float[Array, "T K"], w: ScaledArray | packed_sm100.PackedLinear) -> Float[Array, "T N"]:
+    """`mosaic_sm100.linear`, lowered once for all layers."""
+    return shared_call(mosaic_sm100.linear)(x, w)
 
 
-def _refuses_grouped_sm90(x: Array, w: ScaledArray | Array) -> str | None:
-    return mosaic_sm90.refuses_grouped(x, dequantize(w, x.dtype))  # of values that nobody reads
+def _grouped(module: Any) -> tuple[Callable[..., Array], Callable[..., str | None]]:
+    """Its `grouped_linear`, and why it refuses, for weights that may be packed.
+
+    These become bfloat16 first: the kernels multiply exactly, and rows are not quantised here.
+    """
+
+    def multiply(x: Float[Array, "T O M"], w: ScaledArray | Array) -> Float[Array, "T O R"]:
+        return shared_call(module.grouped_linear)(x, dequantize(w, x.dtype))
+
+    def refuses(x: Array, w: ScaledArray | Array) -> str | None:
+        return module.refuses_grouped(x, dequantize(w, x.dtype))  # of values that nobody reads
+
+    return multiply, refuses
 
 
-def _linear_f32_sm90(x: Float[Array, "T K"], weights: Sequence[Array]) -> Float32[Array, "T N"]:
-    """A product for each of the weights, so that these are not copied."""
-    return jnp.concatenate([shared_call(mosaic_sm90.linear_bf16)(x, w) for w in weights], axis=1)
+def _f32(module: Any) -> tuple[Callable[..., Array], Callable[..., str | None]]:
+    """Its `linear_bf16` for each of several weights, so that these are not copied, and why it refuses."""
 
+    def multiply(x: Float[Array, "T K"], weights: Sequence[Array]) -> Float32[Array, "T N"]:
+        return jnp.concatenate([shared_call(module.linear_bf16)(x, w) for w in weights], axis=1)
 
-def _refuses_f32_sm90(x: Array, weights: Sequence[Array]) -> str | None:
-    return next(filter(None, (mosaic_sm90.refuses_grouped(x, w) for w in weights)), None)
+    def refuses(x: Array, weights: Sequence[Array]) -> str | None:
+        return next(filter(None, (module.refuses_grouped(x, w) for w in weights)), None)
+
+    return multiply, refuses
 
 
 def _linear_f32(x: Float[Array, "T K"], weights: Sequence[Array]) -> Float32[Array, "T N"]:
@@ -51,20 +65,23 @@ def _linear_f32(x: Float[Array, "T K"], weights: Sequence[Array]) -> Float32[Arr
 IMPLS = (
     Impl(name="cann", fn=cann.linear, targets=(ASCEND,), refuses=cann.refuses),
     registry.mosaic_sm90(linear_sm90, mosaic_sm90.refuses),
+    registry.mosaic_sm100(linear_sm100, mosaic_sm100.refuses),
     Impl(name=REFERENCE, fn=ops.linear),
 )
 GROUPED_IMPLS = (
     Impl(name="cann", fn=cann.grouped_linear, targets=(ASCEND,), refuses=cann.refuses_groups),
-    registry.mosaic_sm90(_grouped_sm90, _refuses_grouped_sm90),
+    registry.mosaic_sm90(*_grouped(mosaic_sm90)),
+    registry.mosaic_sm100(*_grouped(mosaic_sm100)),
     Impl(name=REFERENCE, fn=ops.grouped_linear),
 )
 _F32_IMPLS = (
-    registry.mosaic_sm90(_linear_f32_sm90, _refuses_f32_sm90),
+    registry.mosaic_sm90(*_f32(mosaic_sm90)),
+    registry.mosaic_sm100(*_f32(mosaic_sm100)),
     # For an Ascend device the host computes it, as part of the compressor.
     Impl(name=REFERENCE, fn=_linear_f32, targets=("cpu", NVIDIA, ASCEND, TRAINING)),
 )
 # MxWeight and DeviceArray: as `engine/ascend.py` packs weights for CANN's operators. PackedLinear: as
-# `model/kernel_weights.py` packs them for the kernel for Hopper.
+# `model/kernel_weights.py` packs them for the kernels for NVIDIA GPUs.
 Weight = ScaledArray | Array | MxWeight | DeviceArray | PackedLinear
 
 
@@ -105,7 +122,9 @@ def packed(w: ScaledArray, *, dtype: Any, backend: Backend) -> ScaledArray | Pac
     See `multiplies_packed`; the payload stays where it is.
     """
     one = jax.tree.map(lambda a: a[0], w) if w.payload.ndim == 3 else w
-    return pack(w) if multiplies_packed(one, dtype=dtype, backend=backend) else w
+    if not multiplies_packed(one, dtype=dtype, backend=backend):
+        return w
+    return packed_sm100.pack(w) if backend.kernels == registry.MOSAIC_SM100 else packed_sm90.pack(w)
 
 
 def keeps_plain(groups: int, outputs: int, width: int, *, dtype: Any, backend: Backend) -> bool:
@@ -113,7 +132,7 @@ def keeps_plain(groups: int, outputs: int, width: int, *, dtype: Any, backend: B
 
     Else `grouped_linear` unpacks them itself, if they are packed.
     """
-    if backend.kernels != registry.MOSAIC_SM90:
+    if backend.kernels not in registry.COMPUTE_CAPABILITIES:
         return False
     rows = jnp.zeros((1, groups, width), dtype)
     return select(GROUPED_OP, GROUPED_IMPLS, backend, rows, jnp.zeros((outputs, width), dtype)).name != REFERENCE

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from deepinfer_jax.kernels.case import REFERENCE, Case
-from deepinfer_jax.kernels.linear import mosaic_sm90
-from deepinfer_jax.kernels.linear.packed_sm90 import PackedLinear, pack
+from deepinfer_jax.kernels.linear import mosaic_sm90, mosaic_sm100, packed_sm90, packed_sm100
 from deepinfer_jax.kernels.mosaic import GROUP
 from deepinfer_jax.ops.linear import grouped_linear, linear
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
@@ -23,6 +22,7 @@ ROWS = (128, 16, 1, 512, 64)
 TARGET_ROWS = 128
 # One bfloat16 rounding of sums in another order; an FP8 instruction drops what lies 2^-13 below its largest product.
 TOLERANCE = 3e-3
+FAMILIES_SM100 = ("tcgen05.commit", "tcgen05.ld", "cp.async.bulk.tensor")
 
 
 def make_inputs(key: Array, *, num_rows: int, num_outputs: int, width: int) -> tuple[Any, ...]:
@@ -42,9 +42,9 @@ def make_inputs(key: Array, *, num_rows: int, num_outputs: int, width: int) -> t
 
 
 def make_packed(key: Array, *, num_rows: int, num_outputs: int, width: int) -> tuple[Any, ...]:
-    """`make_inputs`, and the weights once more as `pack` leaves them when they are loaded."""
+    """`make_inputs`, and the weights once more as each kernel's `pack` leaves them when they are loaded."""
     x, w = make_inputs(key, num_rows=num_rows, num_outputs=num_outputs, width=width)
-    return x, w, pack(w)
+    return x, w, packed_sm90.pack(w), packed_sm100.pack(w)
 
 
 def keep_rows(inputs: tuple[Any, ...], count: Array) -> tuple[Any, ...]:
@@ -60,14 +60,25 @@ def cut_rows(inputs: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     return x[:count], *weights
 
 
-def _reference(x: Array, w: ScaledArray, packed: PackedLinear) -> Array:
-    del packed
+def _reference(
+    x: Array, w: ScaledArray, for_sm90: packed_sm90.PackedLinear, for_sm100: packed_sm100.PackedLinear
+) -> Array:
+    del for_sm90, for_sm100
     return linear(x, w)
 
 
-def _kernel(x: Array, w: ScaledArray, packed: PackedLinear) -> Array:
-    del w
-    return mosaic_sm90.linear(x, packed)
+def _kernel_sm90(
+    x: Array, w: ScaledArray, for_sm90: packed_sm90.PackedLinear, for_sm100: packed_sm100.PackedLinear
+) -> Array:
+    del w, for_sm100
+    return mosaic_sm90.linear(x, for_sm90)
+
+
+def _kernel_sm100(
+    x: Array, w: ScaledArray, for_sm90: packed_sm90.PackedLinear, for_sm100: packed_sm100.PackedLinear
+) -> Array:
+    del w, for_sm90
+    return mosaic_sm100.linear(x, for_sm100)
 
 
 def _torch_products(
@@ -92,7 +103,7 @@ def _scaled_case(name: str, num_rows: int) -> Case:
         op="linear",
         name=f"{name}_{num_rows}_rows",
         make=functools.partial(make_packed, num_rows=num_rows, num_outputs=num_outputs, width=width),
-        implementations={REFERENCE: _reference, "mosaic_sm90": _kernel},
+        implementations={REFERENCE: _reference, "mosaic_sm90": _kernel_sm90, "mosaic_sm100": _kernel_sm100},
         num_bytes=num_outputs * width + 4 * num_outputs * width // GROUP**2 + 2 * num_rows * (num_outputs + width),
         flops=2 * num_rows * num_outputs * width,
         rate="fp8",
@@ -101,7 +112,14 @@ def _scaled_case(name: str, num_rows: int) -> Case:
         cut_rows=cut_rows if num_rows >= TARGET_ROWS else None,
         num_rows=num_rows,
         has_target=num_rows == TARGET_ROWS,
-        families=("wgmma.mma_async.sync.aligned", "k32.f32.e4m3.e4m3", "cp.async.bulk.tensor"),
+        families={
+            "mosaic_sm90": ("wgmma.mma_async.sync.aligned", "k32.f32.e4m3.e4m3", "cp.async.bulk.tensor"),
+            "mosaic_sm100": (
+                "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X",
+                "tcgen05.cp.cta_group::1.32x128b.warpx4",
+                *FAMILIES_SM100,
+            ),
+        },
         peers={
             "torch_matmul_bf16": functools.partial(
                 _torch_products, num_rows=num_rows, groups=1, width=width, num_outputs=num_outputs
@@ -124,7 +142,11 @@ def _bf16_case(name: str, num_rows: int) -> Case:
         op="linear",
         name=f"{name}_{num_rows}_rows",
         make=functools.partial(make_bf16_inputs, **size),
-        implementations={REFERENCE: grouped_linear, "mosaic_sm90": mosaic_sm90.grouped_linear},
+        implementations={
+            REFERENCE: grouped_linear,
+            "mosaic_sm90": mosaic_sm90.grouped_linear,
+            "mosaic_sm100": mosaic_sm100.grouped_linear,
+        },
         num_bytes=2 * groups * (num_outputs * width + num_rows * (num_outputs + width)),
         flops=2 * num_rows * groups * num_outputs * width,
         tolerance=TOLERANCE,
@@ -132,7 +154,10 @@ def _bf16_case(name: str, num_rows: int) -> Case:
         cut_rows=cut_rows if num_rows >= TARGET_ROWS else None,
         num_rows=num_rows,
         has_target=num_rows == TARGET_ROWS,
-        families=("wgmma.mma_async.sync.aligned", "k16.f32.bf16.bf16", "cp.async.bulk.tensor"),
+        families={
+            "mosaic_sm90": ("wgmma.mma_async.sync.aligned", "k16.f32.bf16.bf16", "cp.async.bulk.tensor"),
+            "mosaic_sm100": ("tcgen05.mma.cta_group::1.kind::f16", *FAMILIES_SM100),
+        },
         peers={"torch_bmm_bf16" if groups > 1 else "torch_matmul_bf16": functools.partial(_torch_products, **size)},
     )
 

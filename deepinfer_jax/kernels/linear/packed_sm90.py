@@ -1,6 +1,7 @@
 """Operands of linear layers as the kernel for SM90 reads them: E4M3 codes, and float32 scales group by group."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,21 +44,33 @@ def quantized_rows(
     if interpret is not None:
         packed = quantize_fp8(x[jnp.minimum(jnp.arange(num_rows), x.shape[0] - 1)])
         return packed.payload, decode_e8m0(scale_of(packed)).T
+
+    def store_scale(scales: Any, group: Register, row: Register, bits: Register) -> None:
+        place = row_address(global_address(scales), group, 4 * num_rows, mosaic.imul(row, 4))
+        ptx("st.global.b32 [$0], $1;", place, bits, count=0)
+
+    return quantize(x, jax.ShapeDtypeStruct((groups, num_rows), jnp.float32), num_rows, store_scale)
+
+
+def quantize(
+    x: BFloat16[Array, "T K"],
+    scales: jax.ShapeDtypeStruct,
+    num_rows: int,
+    store_scale: Callable[[Any, Register, Register, Register], None],
+) -> tuple[UInt8[Array, "rows K"], Array]:
+    """Codes of `quantized_rows`, and scales in a form that one thread writes from group, row and float32 bits."""
     kernel = plgpu.kernel(
-        functools.partial(_quantize_block, num_rows=num_rows),
-        out_type=(
-            jax.ShapeDtypeStruct((num_rows, x.shape[1]), jnp.uint8),
-            jax.ShapeDtypeStruct((groups, num_rows), jnp.float32),
-        ),
-        grid=(-(-groups * num_rows // THREADS),),
+        functools.partial(_quantize_block, num_rows=num_rows, store_scale=store_scale),
+        out_type=(jax.ShapeDtypeStruct((num_rows, x.shape[1]), jnp.uint8), scales),
+        grid=(-(-x.shape[1] // GROUP * num_rows // THREADS),),
         grid_names=("block",),
         compiler_params=_COMPILER_PARAMS,
     )
-    codes, scales = kernel(x)
-    return codes, scales
+    codes, made = kernel(x)
+    return codes, made
 
 
-def _quantize_block(x: Any, codes: Any, scales: Any, *, num_rows: int) -> None:
+def _quantize_block(x: Any, codes: Any, scales: Any, *, num_rows: int, store_scale: Callable[..., None]) -> None:
     (rows, width), ref = x.shape, plgpu.RefType()
 
     def quantize(_: Any, x: Any, codes: Any, scales: Any, block: Any) -> None:
@@ -68,7 +81,6 @@ def _quantize_block(x: Any, codes: Any, scales: Any, *, num_rows: int) -> None:
         source = arith.minui(row, mosaic.i32(rows - 1))
         source = row_address(global_address(x), source, 2 * width, mosaic.imul(group, 2 * GROUP))
         codes_at = row_address(global_address(codes), row, width, mosaic.imul(group, GROUP))
-        scale_at = row_address(global_address(scales), group, 4 * num_rows, mosaic.imul(row, 4))
         words = [
             word
             for i in range(4)
@@ -77,7 +89,7 @@ def _quantize_block(x: Any, codes: Any, scales: Any, *, num_rows: int) -> None:
         packed, scale = quantized_group(words)
         for i in range(2):
             ptx(f"st.global.v4.b32 [$0 + {16 * i}], {{$1, $2, $3, $4}};", codes_at, *packed[4 * i : 4 * i + 4], count=0)
-        ptx("st.global.b32 [$0], $1;", scale_at, scale, count=0)
+        store_scale(scales, group, row, scale)
 
     inline(quantize, (ref, ref, ref, plgpu.Layout.WG_SPLAT(shape=())))(x, codes, scales, lax.axis_index("block"))
 

@@ -1,5 +1,6 @@
 """The choice of experts for each row, by whatever the backend has for it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.ascend import DeviceArray
 from deepinfer_jax.kernels.calls import shared_call
-from deepinfer_jax.kernels.linear import mosaic_sm90
+from deepinfer_jax.kernels.linear import mosaic_sm90, mosaic_sm100
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.kernels.router import cann
 from deepinfer_jax.ops import moe
@@ -34,7 +35,8 @@ def _reference(
     return _choose(moe.router_scores(u, gate), bias, count=count, scaling=scaling, note=note)
 
 
-def _sm90(
+def _by_kernel(
+    module: Any,
     u: Float[Array, "T D"],
     gate: Float[Array, "E D"],
     bias: Float32[Array, "*T E"],
@@ -46,12 +48,16 @@ def _sm90(
 ) -> tuple[Int[Array, "T A"], Float32[Array, "T A"]]:
     """The reference with a product of its own: of bfloat16 operands, which are exact, and float32 sums."""
     del needs_scores
-    logits = shared_call(mosaic_sm90.linear_bf16)(u, gate)
+    logits = shared_call(module.linear_bf16)(u, gate)
     return _choose(moe.scores_of(logits), bias, count=count, scaling=scaling, note=note)
 
 
 def _refuses_sm90(u: Array, gate: Array, *_: Any, **__: Any) -> str | None:
     return mosaic_sm90.refuses_grouped(u, gate)
+
+
+def _refuses_sm100(u: Array, gate: Array, *_: Any, **__: Any) -> str | None:
+    return mosaic_sm100.refuses_grouped(u, gate)
 
 
 def _choose(
@@ -64,7 +70,8 @@ def _choose(
 
 IMPLS = (
     Impl(name="cann", fn=cann.route, targets=(ASCEND,), refuses=cann.refuses),
-    registry.mosaic_sm90(_sm90, _refuses_sm90),
+    registry.mosaic_sm90(functools.partial(_by_kernel, mosaic_sm90), _refuses_sm90),
+    registry.mosaic_sm100(functools.partial(_by_kernel, mosaic_sm100), _refuses_sm100),
     Impl(name=REFERENCE, fn=_reference),
 )
 

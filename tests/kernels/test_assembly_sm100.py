@@ -1,0 +1,44 @@
+"""Kernels for SM100 assemble without spills into the instructions that they are written for; no GPU takes part."""
+
+import functools
+
+import pytest
+
+from deepinfer_jax.testing import assembly
+
+# One size of each kernel: an op with cases, and the name of the case.
+CASES = [
+    ("linear", "wq_b_1_rows"),
+    ("linear", "wo_b_128_rows"),
+    ("linear", "wo_b_512_rows"),
+    ("linear", "wo_a_128_rows"),
+    ("linear", "head_16_rows"),
+]
+
+# What one call starts: quantising rows and the product; for a number of rows that is no multiple of 16 also cutting
+# what is not returned.
+LAUNCHES = {
+    "wq_b_1_rows": 3,
+    "wo_b_128_rows": 2,
+    "wo_b_512_rows": 2,
+    "wo_a_128_rows": 1,
+    "head_16_rows": 1,
+}
+
+needs_assembler = pytest.mark.skipif(assembly.why_not() is not None, reason=str(assembly.why_not()))
+
+
+@functools.cache
+def assembled() -> list[assembly.Assembled]:
+    return assembly.assemble("b200", CASES)
+
+
+@needs_assembler
+@pytest.mark.parametrize("op, case", CASES, ids=[" ".join(case) for case in CASES])
+def test_kernel_assembles(op, case):
+    kernels = [kernel for kernel in assembled() if (kernel.op, kernel.case) == (op, case)]
+    assert kernels
+    for kernel in kernels:
+        assert kernel.spill_bytes == 0
+        assert not kernel.missing
+    assert {kernel.launches for kernel in kernels} == {LAUNCHES[case]}
