@@ -31,7 +31,7 @@ CASE = rank_aot.RankCase(target="h200", kernels=NAME, num_layers=4, num_rows=8, 
 # Calls of each function in one layer, or in one layer that has it: three layers choose entries, one has a table.
 PER_LAYER = {
     "attend": 4,
-    "best_entries": 3,
+    "best_entries": 2 * 3,
     "expand": 4,
     "expand_and_mix": 2 * 4,
     "grouped_linear": 4,
@@ -58,9 +58,9 @@ def test_a_kernel_is_lowered_once_for_all_layers():
         "linear": LINEARS,
     }
     # Attention of a window and over caches of either ratio, experts with their schedule and codes, linear layers of
-    # eight shapes with their quantisers, the grouped one, the router's, index scores of either ratio and of a list,
-    # three forms of mixes.
-    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 1 + 3 + 5
+    # eight shapes with their quantisers, the grouped one, the router's, index scores of either ratio and of a list and
+    # the choice among each, three forms of mixes.
+    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 1 + 2 * 3 + 5
 
 
 @pytest.mark.parametrize("num_rows, kernels, want", [(8, NAME, False), (8192, NAME, True), (8, "reference", True)])
