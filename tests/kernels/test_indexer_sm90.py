@@ -111,6 +111,8 @@ def test_best_entries_are_those_of_the_reference(is_listed):
     )
     padded = indexer.pad_entries(listed)
     want = api.best_entries(queries, weights, padded, visible, keys, **given, backend=Backend(kernels="reference"))
+    assert best.scores.dtype == jnp.bfloat16
+    best = dataclasses.replace(best, scores=best.scores.astype(jnp.float32))
     compare.assert_bitwise(best, dataclasses.replace(want, scores=want.scores[:, : listed.shape[1]]))
 
 
@@ -194,13 +196,15 @@ def test_zeros_of_both_signs_are_equal():
     assert places.tolist() == [list(range(20))] * 3
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["normal", "many ties", "few visible"])
 @pytest.mark.parametrize(("width", "count"), [(200, 64), (1003, 16)], ids=["all", "some"])
-def test_candidate_blocks_are_those_of_the_reference(kind, width, count):
+def test_candidate_blocks_are_those_of_the_reference(kind, width, count, dtype):
     scores = jnp.asarray(scores_of_kind(kind, width))
     num_visible = jnp.asarray([width, 1, 0], jnp.int32)
     scores = jnp.where(jnp.arange(width, dtype=jnp.int32)[None, :] < num_visible[:, None], scores, -jnp.inf)
-    found = topk_sm90.candidate_blocks(scores, num_visible, block_size=8, count=count, interpret=INTERPRET)
+    given = {"block_size": 8, "count": count, "interpret": INTERPRET}
+    found = topk_sm90.candidate_blocks(scores.astype(dtype), num_visible, **given)
     want = indexer.candidate_blocks(scores, num_visible, block_size=8, count=count)
     compare.assert_bitwise(found, want)
 
@@ -231,8 +235,10 @@ def emulated(scores: np.ndarray, visible: int, count: int, listed: np.ndarray) -
     visible = min(max(visible, 0), len(scores))
     steps = -(-visible // (warps * step))
     row = np.full(warps * steps * step, -np.inf, np.float32)
-    read = -(-visible // piece) * piece  # whole pieces
-    row[:read][: len(scores)] = scores[:read]
+    read = min(-(-visible // piece) * piece, len(scores))  # whole pieces
+    for run in range(0, read, steps * step or 1):  # of a warp
+        end = run + min(-(-(visible - run) // step), steps) * step
+        row[run:end][: read - run] = scores[run : min(end, read)]
     keys = ordered_keys(row)
     counted = keys[keys > choice_sm90._LOWEST]
     upper, wanted = last_bin(np.bincount(counted >> 8, minlength=256), count)

@@ -28,10 +28,12 @@ from deepinfer_jax.testing.step_bench import compare_logits, jitted_step
 NAME = "mosaic_sm90"
 # One layer of each role: window with an Engram table, ratio 2, candidate source, and one that chooses among candidates.
 CASE = rank_aot.RankCase(target="h200", kernels=NAME, num_layers=4, num_rows=8, context=256, num_experts=48)
-# Calls of each function in one layer, or in one layer that has it: three layers choose entries, one has a table.
+# Calls of each function in one layer, or in one layer that has it: three layers choose entries, one of
+# them blocks too, one has a table.
 PER_LAYER = {
     "attend": 4,
     "best_entries": 2 * 3,
+    "candidate_blocks": 1,
     "expand": 4,
     "expand_and_mix": 2 * 4,
     "grouped_linear": 4,
@@ -59,8 +61,8 @@ def test_a_kernel_is_lowered_once_for_all_layers():
     }
     # Attention of a window and over caches of either ratio, experts with their schedule and codes, linear layers of
     # eight shapes with their quantisers, the grouped one, the router's, index scores of either ratio and of a list and
-    # the choice among each, three forms of mixes.
-    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 1 + 2 * 3 + 5
+    # the choice among each, that of candidate blocks, three forms of mixes.
+    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 1 + 2 * 3 + 1 + 5
 
 
 @pytest.mark.parametrize("num_rows, kernels, want", [(8, NAME, False), (8192, NAME, True), (8, "reference", True)])

@@ -99,7 +99,7 @@ def best_entries(
     scores = scores_of_pages(queries, weights, keys, num_visible, interpret=interpret)
     places, entries = best_listed(scores, num_visible, listed, count=count, interpret=interpret)
     gap = gap_behind(scores, places)
-    return IndexScores(entries=entries, gap=gap, scores=scores.astype(jnp.float32) if needs_scores else None)
+    return IndexScores(entries=entries, gap=gap, scores=scores if needs_scores else None)
 
 
 def _listed_keys(
