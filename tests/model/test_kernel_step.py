@@ -18,6 +18,7 @@ from deepinfer_jax.kernels.experts import mosaic_sm90 as experts
 from deepinfer_jax.kernels.experts.api import HopperMatrix
 from deepinfer_jax.kernels.hyper import mosaic_sm90 as hyper
 from deepinfer_jax.kernels.indexer import mosaic_sm90 as indexer
+from deepinfer_jax.kernels.indexer import topk_sm90
 from deepinfer_jax.kernels.linear import mosaic_sm90 as linear
 from deepinfer_jax.model.moe import needs_quantized_rows
 from deepinfer_jax.model.variants import layer_weights
@@ -98,7 +99,12 @@ def interpreted(monkeypatch):
     for module, names in {experts: ("routed_experts",), linear: ("linear", "grouped_linear")}.items():
         for name in names:
             monkeypatch.setattr(module, name, functools.partial(getattr(module, name), num_sms=2, **given))
-    plain = {attention: ("attend",), indexer: ("best_entries",), hyper: ("expand", "mix", "expand_and_mix")}
+    plain = {
+        attention: ("attend",),
+        indexer: ("best_entries",),
+        topk_sm90: ("candidate_blocks",),
+        hyper: ("expand", "mix", "expand_and_mix"),
+    }
     for module, names in plain.items():
         for name in names:
             monkeypatch.setattr(module, name, functools.partial(getattr(module, name), **given))
