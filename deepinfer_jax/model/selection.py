@@ -155,10 +155,11 @@ def _select_variant(
         scores = best.scores
         stages.show(f"{prefix}.topk_margin", best.gap)
         if wants_scores and scores is not None:
-            own = scores[:, :width] if listed is None else indexer.spread(scores, listed, width=width)
+            own = scores.astype(jnp.float32)
+            own = own[:, :width] if listed is None else indexer.spread(own, listed, width=width)
             stages.show(f"{prefix}.index_score", own)
         if kind.is_candidate_source and scores is not None:
-            blocks, gap = indexer.candidate_blocks(
+            blocks, gap = index_choice.candidate_blocks(
                 scores[:, :width],
                 visible,
                 block_size=model.candidate_block_size,

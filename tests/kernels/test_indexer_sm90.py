@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepinfer_jax.config.runtime import Backend
-from deepinfer_jax.kernels.indexer import api, mosaic_sm90, topk_sm90
+from deepinfer_jax.kernels.indexer import api, choice_sm90, mosaic_sm90, topk_sm90
 from deepinfer_jax.kernels.indexer.keys import EntryKeys, take_keys
 from deepinfer_jax.ops import indexer
 from deepinfer_jax.ops.quant import dequantize, quantize_index, quantize_main_kv
@@ -111,6 +111,8 @@ def test_best_entries_are_those_of_the_reference(is_listed):
     )
     padded = indexer.pad_entries(listed)
     want = api.best_entries(queries, weights, padded, visible, keys, **given, backend=Backend(kernels="reference"))
+    assert best.scores.dtype == jnp.bfloat16
+    best = dataclasses.replace(best, scores=best.scores.astype(jnp.float32))
     compare.assert_bitwise(best, dataclasses.replace(want, scores=want.scores[:, : listed.shape[1]]))
 
 
@@ -155,7 +157,7 @@ def test_refusal_says_why(changes, reason):
 
 @functools.partial(jax.jit, static_argnames="count")
 def chosen(scores: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array]:
-    places = topk_sm90.best_places(scores, count=count)
+    places = topk_sm90.best_places(scores, count=count, interpret=INTERPRET)
     return places, topk_sm90.gap_behind(scores, places)
 
 
@@ -171,6 +173,10 @@ def scores_of_kind(kind: str, width: int) -> np.ndarray:
     if kind == "both zeros":
         scores = np.where(scores > 0, np.float32(0.0), np.float32(-0.0))
         scores[:, ::2] *= -1
+    if kind == "positive infinity":
+        scores[:, ::5] = np.inf
+    if kind == "least numbers":  # of either sign; those of a bfloat16 are smallest at 2^-133
+        scores = np.sign(scores) * np.where(np.abs(scores) > 1, np.float32(2.0**-133), np.float32(3e38))
     return np.array(jnp.asarray(scores, jnp.bfloat16).astype(jnp.float32))
 
 
@@ -190,12 +196,111 @@ def test_zeros_of_both_signs_are_equal():
     assert places.tolist() == [list(range(20))] * 3
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["normal", "many ties", "few visible"])
 @pytest.mark.parametrize(("width", "count"), [(200, 64), (1003, 16)], ids=["all", "some"])
-def test_candidate_blocks_are_those_of_the_reference(kind, width, count):
+def test_candidate_blocks_are_those_of_the_reference(kind, width, count, dtype):
     scores = jnp.asarray(scores_of_kind(kind, width))
     num_visible = jnp.asarray([width, 1, 0], jnp.int32)
     scores = jnp.where(jnp.arange(width, dtype=jnp.int32)[None, :] < num_visible[:, None], scores, -jnp.inf)
-    found = topk_sm90.candidate_blocks(scores, num_visible, block_size=8, count=count)
+    given = {"block_size": 8, "count": count, "interpret": INTERPRET}
+    found = topk_sm90.candidate_blocks(scores.astype(dtype), num_visible, **given)
     want = indexer.candidate_blocks(scores, num_visible, block_size=8, count=count)
     compare.assert_bitwise(found, want)
+
+
+def ordered_keys(scores: np.ndarray) -> np.ndarray:
+    """As the kernel makes them, from two scores in a word."""
+    words = (scores + np.float32(0.0)).astype(jnp.bfloat16).view(np.uint16).astype(np.uint32)
+    words = words[0::2] | words[1::2] << 16
+    words ^= ((words >> 15) & 0x00010001) * 0x7FFF | 0x80008000
+    return np.stack([words & 0xFFFF, words >> 16], axis=1).reshape(-1)
+
+
+def last_bin(counts: np.ndarray, wanted: int) -> tuple[int, int]:
+    """By 32 threads with eight bins each, the last bin of a thread first."""
+    own = counts.reshape(32, 8).sum(axis=1)
+    until = np.cumsum(own[::-1])[::-1]
+    owner = np.count_nonzero(until >= wanted) - 1
+    thread = owner % 32
+    above = until[thread] - own[thread]
+    reached = above + np.cumsum(counts[8 * thread : 8 * thread + 8][::-1])
+    left = wanted - max([above, *reached[reached < wanted]])
+    return (8 * owner + np.count_nonzero(reached >= wanted) - 1 if owner >= 0 else -1), left
+
+
+def emulated(scores: np.ndarray, visible: int, count: int, listed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One row of `choice_sm90`, in its steps: warps, runs, pieces of eight, histograms, ranks."""
+    warps, step, piece = choice_sm90._WARPS, choice_sm90._STEP, choice_sm90.PIECE
+    visible = min(max(visible, 0), len(scores))
+    steps = -(-visible // (warps * step))
+    row = np.full(warps * steps * step, -np.inf, np.float32)
+    read = min(-(-visible // piece) * piece, len(scores))  # whole pieces
+    for run in range(0, read, steps * step or 1):  # of a warp
+        end = run + min(-(-(visible - run) // step), steps) * step
+        row[run:end][: read - run] = scores[run : min(end, read)]
+    keys = ordered_keys(row)
+    counted = keys[keys > choice_sm90._LOWEST]
+    upper, wanted = last_bin(np.bincount(counted >> 8, minlength=256), count)
+    in_bin = counted[counted >> 8 == upper] & 0xFF if upper >= 0 else counted[:0]
+    lower, allowed = last_bin(np.bincount(in_bin, minlength=256), wanted)
+    last, allowed = (upper << 8 | lower, allowed) if lower >= 0 else (choice_sm90._LOWEST, 0)
+    pieces = keys.reshape(warps, -1, piece)
+    better, equal = pieces > last, pieces == last
+    found = np.full((2, count), -1, np.int32)
+    better_sums, equal_sums = (x.sum(axis=(1, 2)) for x in (better, equal))
+    assert max(*better_sums, *equal_sums) < 1 << 16
+    for warp in range(warps):
+        fronts = [sums[:warp].sum() for sums in (better_sums, equal_sums)]
+        for i in range(pieces.shape[1]):
+            is_better, is_equal = better[warp, i], equal[warp, i] & (fronts[1] < allowed)
+            for bit in np.flatnonzero(is_better | is_equal):
+                same = fronts[1] + is_equal[:bit].sum()
+                rank = fronts[0] + is_better[:bit].sum() + min(same, allowed)
+                if is_better[bit] or same < allowed:
+                    place = warp * steps * step + i * piece + bit
+                    assert found[0, rank] == -1
+                    found[:, rank] = place, listed[place]
+            fronts = [fronts[0] + better[warp, i].sum(), fronts[1] + equal[warp, i].sum()]
+    num_kept = better_sums.sum() + min(equal_sums.sum(), allowed)
+    assert (found[0, :num_kept] >= 0).all()
+    return found[0], found[1]
+
+
+KINDS = ["normal", "many ties", "all equal", "few visible", "both zeros", "positive infinity", "least numbers"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("width", "count"), [(8, 8), (300, 300), (1003, 64), (8192, 512), (20_000, 2048)], ids=lambda x: str(x)
+)
+def test_steps_of_the_kernel_give_the_top_entries(kind, width, count):
+    scores = scores_of_kind(kind, width)
+    num_visible = np.array([width, width // 3, 1], np.int32)
+    scores[np.arange(width)[None, :] >= num_visible[:, None]] = -np.inf
+    listed = np.arange(width, dtype=np.int32) * 3 + np.arange(3, dtype=np.int32)[:, None]
+    rows = [emulated(*row, count, entries) for *row, entries in zip(scores, num_visible, listed, strict=True)]
+    places, entries = (jnp.asarray(np.stack(found)) for found in zip(*rows, strict=True))
+    positive_zeros = jnp.asarray(np.where(scores == 0, np.float32(0.0), scores))
+    compare.assert_bitwise(entries, indexer.top_entries(positive_zeros, jnp.asarray(listed), count=count)[0])
+    plain = topk_sm90.best_listed(
+        jnp.asarray(scores, jnp.bfloat16),
+        jnp.asarray(num_visible),
+        jnp.asarray(listed),
+        count=count,
+        interpret=INTERPRET,
+    )
+    compare.assert_bitwise((places, entries), plain)
+
+
+@pytest.mark.parametrize(
+    ("scores", "reason"),
+    [
+        (jnp.zeros((1, 256)), "scores are float32"),
+        (jnp.zeros((1, choice_sm90.MAX_WIDTH + 1), jnp.bfloat16), "a row has 98305 scores; 98304 fit"),
+    ],
+    ids=["dtype", "width"],
+)
+def test_choice_refuses_what_does_not_fit(scores, reason):
+    assert reason in choice_sm90.refuses(scores)
+    assert choice_sm90.refuses(jnp.zeros((1, choice_sm90.MAX_WIDTH), jnp.bfloat16)) is None

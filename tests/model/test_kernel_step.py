@@ -18,6 +18,7 @@ from deepinfer_jax.kernels.experts import mosaic_sm90 as experts
 from deepinfer_jax.kernels.experts.api import HopperMatrix
 from deepinfer_jax.kernels.hyper import mosaic_sm90 as hyper
 from deepinfer_jax.kernels.indexer import mosaic_sm90 as indexer
+from deepinfer_jax.kernels.indexer import topk_sm90
 from deepinfer_jax.kernels.linear import mosaic_sm90 as linear
 from deepinfer_jax.model.moe import needs_quantized_rows
 from deepinfer_jax.model.variants import layer_weights
@@ -28,11 +29,12 @@ from deepinfer_jax.testing.step_bench import compare_logits, jitted_step
 NAME = "mosaic_sm90"
 # One layer of each role: window with an Engram table, ratio 2, candidate source, and one that chooses among candidates.
 CASE = rank_aot.RankCase(target="h200", kernels=NAME, num_layers=4, num_rows=8, context=256, num_experts=48)
-# Calls of each function in one layer, or in one layer that has it: three layers choose entries, one has a table, and
-# one multiplies two weights of a compressor in bfloat16 beside its router.
+# Calls of each function in one layer, or in one layer that has it: three layers choose entries, one of them blocks too,
+# one has a table, and one multiplies two weights of a compressor in bfloat16 beside its router.
 PER_LAYER = {
     "attend": 4,
-    "best_entries": 3,
+    "best_entries": 2 * 3,
+    "candidate_blocks": 1,
     "expand": 4,
     "expand_and_mix": 2 * 4,
     "grouped_linear": 4,
@@ -59,9 +61,9 @@ def test_a_kernel_is_lowered_once_for_all_layers():
         "linear": LINEARS,
     }
     # Attention of a window and over caches of either ratio, experts with their schedule and codes, linear layers of
-    # eight shapes with their quantisers, the grouped one, those of router and compressor, index scores of either
-    # ratio and of a list, three forms of mixes.
-    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 2 + 3 + 5
+    # eight shapes with their quantisers, the grouped one, those of router and compressor, index scores of either ratio
+    # and of a list and the choice among each, that of candidate blocks, three forms of mixes.
+    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 2 + 2 * 3 + 1 + 5
 
 
 @pytest.mark.parametrize("num_rows, kernels, want", [(8, NAME, False), (8192, NAME, True), (8, "reference", True)])
@@ -97,7 +99,12 @@ def interpreted(monkeypatch):
     for module, names in {experts: ("routed_experts",), linear: ("linear", "linear_bf16", "grouped_linear")}.items():
         for name in names:
             monkeypatch.setattr(module, name, functools.partial(getattr(module, name), num_sms=2, **given))
-    plain = {attention: ("attend",), indexer: ("best_entries",), hyper: ("expand", "mix", "expand_and_mix")}
+    plain = {
+        attention: ("attend",),
+        indexer: ("best_entries",),
+        topk_sm90: ("candidate_blocks",),
+        hyper: ("expand", "mix", "expand_and_mix"),
+    }
     for module, names in plain.items():
         for name in names:
             monkeypatch.setattr(module, name, functools.partial(getattr(module, name), **given))

@@ -3,12 +3,12 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.calls import shared_call
-from deepinfer_jax.kernels.indexer import cann, mosaic_sm90
+from deepinfer_jax.kernels.indexer import cann, mosaic_sm90, topk_sm90
 from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, every_entry, take_keys
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.ops import indexer
@@ -87,6 +87,16 @@ def best_entries(
     arrays = (queries, weights, listed, num_visible, keys)
     given = {"count": count, "needs_scores": needs_scores, "has_fixed_trips": has_fixed_trips}
     return select(OP, IMPLS, backend, *arrays, **given).fn(*arrays, **given)
+
+
+def candidate_blocks(
+    scores: Float[Array, "B N"], num_visible: Int[Array, " B"], *, block_size: int, count: int
+) -> tuple[Int[Array, "B M"], Float32[Array, " B"]]:
+    """`ops.indexer.candidate_blocks` of `IndexScores.scores`; on Hopper, whose scores are bfloat16, without a sort."""
+    if scores.dtype == jnp.bfloat16:
+        run = shared_call(topk_sm90.candidate_blocks, block_size=block_size, count=count)
+        return run(scores, num_visible)
+    return indexer.candidate_blocks(scores, num_visible, block_size=block_size, count=count)
 
 
 def in_kernel(

@@ -122,7 +122,7 @@ def _choice_case(num_rows: int, context: int) -> Case:
         make=functools.partial(make_scores, **size),
         implementations={
             REFERENCE: reference_places,
-            "topk_sm90": functools.partial(topk_sm90.best_places, count=COUNT),
+            "mosaic_sm90": functools.partial(topk_sm90.best_places, count=COUNT),
         },
         num_bytes=num_rows * (context * SCORE_BYTES + COUNT * 4),
         flops=num_rows * context,
@@ -133,7 +133,8 @@ def _choice_case(num_rows: int, context: int) -> Case:
 
 
 _SIZES = ((16, 65_536), (16, LONG_CONTEXT), (128, SHORT_CONTEXT))  # rows and entries of each
+_CHOICE_SIZES = (*_SIZES, (128, 8192), (1, 8192))
 CASES = (
     *(_scores_case(*size) for size in _SIZES),
-    *(_choice_case(*size) for size in _SIZES),
+    *(_choice_case(*size) for size in _CHOICE_SIZES),
 )

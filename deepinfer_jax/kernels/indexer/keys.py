@@ -1,7 +1,7 @@
 """Index keys in pages, and what a choice among them gives."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from deepinfer_jax.ops import indexer, paged
 from deepinfer_jax.ops.quant import ScaledArray
@@ -26,7 +26,8 @@ class IndexScores:
 
     entries: Int[Array, "B K"]  # the best ones, ascending, then -1
     gap: Float32[Array, " B"]  # between the last kept and the first dropped score, inf where nothing was dropped
-    scores: Float32[Array, "B N"] | None  # of all listed entries, -inf where one is not visible; None: not asked for
+    # Of all listed entries, -inf where one is not visible; None: not asked for. bfloat16 from the kernel for Hopper.
+    scores: Float[Array, "B N"] | None
 
 
 def every_entry(keys: EntryKeys) -> Int[Array, "B N"]:

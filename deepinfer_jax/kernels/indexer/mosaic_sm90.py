@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, BFloat16, Int, UInt8
 
 from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, take_keys
-from deepinfer_jax.kernels.indexer.topk_sm90 import best_places, gap_behind
+from deepinfer_jax.kernels.indexer.topk_sm90 import best_listed, gap_behind
 from deepinfer_jax.kernels.mosaic import (
     FP4_CODE_FACTOR,
     Interpret,
@@ -89,7 +89,7 @@ def best_entries(
     has_fixed_trips: bool,
     interpret: Interpret = None,
 ) -> IndexScores:
-    """`api.best_entries`, by `scores_of_pages` and `best_places`.
+    """`api.best_entries`, by `scores_of_pages` and `best_listed`.
 
     listed: None stands for all entries, whose keys are read where they are. Keys of a list are gathered first, packed.
     """
@@ -97,12 +97,9 @@ def best_entries(
     if listed is not None:
         keys, num_visible = _listed_keys(keys, listed, num_visible)
     scores = scores_of_pages(queries, weights, keys, num_visible, interpret=interpret)
-    places = best_places(scores, count=count)
+    places, entries = best_listed(scores, num_visible, listed, count=count, interpret=interpret)
     gap = gap_behind(scores, places)
-    if listed is not None:
-        entries = jnp.take_along_axis(listed, jnp.maximum(places, 0), axis=1)
-        places = jnp.where(places >= 0, entries, -1)
-    return IndexScores(entries=places, gap=gap, scores=scores.astype(jnp.float32) if needs_scores else None)
+    return IndexScores(entries=entries, gap=gap, scores=scores if needs_scores else None)
 
 
 def _listed_keys(

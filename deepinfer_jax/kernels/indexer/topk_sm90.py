@@ -1,40 +1,79 @@
 """The best of many scores without sorting them: `ops.indexer.top_entries` and `candidate_blocks` are the references.
 
-Roofline: every score is read once, 2 bytes each. Everything here is plain JAX; what makes it fast is how little of it
-sees all scores. Runs of neighbouring scores are worth their best one: the `count` best scores lie in the `count` best
-runs, ties to the earlier run. So one maximum over runs reads everything, and the two choices that follow, of runs and
-of scores, are among thousands, not a million.
+Roofline: every score is read once, 2 bytes each. Rows of up to 98,304 bfloat16 scores are chosen from by one kernel
+(`choice_sm90`). In longer ones, runs of neighbouring scores are worth their best one: the `count` best scores lie in
+the `count` best runs, ties to the earlier run. So one maximum over runs reads everything, and the two choices that
+follow, of runs and of scores, are among thousands, not a million.
 
-A choice finds the last kept score digit by digit, by counting how many scores reach each of 15 candidates, and then
-places what is kept by a running count; nothing is sorted and no order of additions matters, since all are counts.
+What the kernel does not take, and what is interpreted, is plain JAX: a choice finds the last kept score digit by digit,
+by counting how many scores reach each of 15 candidates, and then places what is kept by a running count; nothing is
+sorted and no order of additions matters, since all are counts.
 """
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
+from deepinfer_jax.kernels.indexer import choice_sm90
+from deepinfer_jax.kernels.mosaic import Interpret
+
 _DIGIT_BITS = 4
 _LINE = 128  # scores whose running count is one row of a product
-_RUN_LIMIT = 32768  # scores that one choice may be among before runs pay
+_RUN_LIMIT = 32768  # scores that one choice of plain JAX may be among before runs pay
 
 
-def best_places(scores: Float[Array, "B N"], *, count: int) -> Int[Array, "B K"]:
+def best_places(scores: Float[Array, "B N"], *, count: int, interpret: Interpret = None) -> Int[Array, "B K"]:
     """Places of the `count` best scores of each row ascending, then -1; ties go to the earlier place.
 
     -inf is never taken, and scores must not be NaN. float32 or bfloat16.
     """
+    return best_listed(scores, None, None, count=count, interpret=interpret)[0]
+
+
+def best_listed(
+    scores: Float[Array, "B N"],
+    num_visible: Int[Array, " B"] | None,
+    listed: Int[Array, "B N"] | None,
+    *,
+    count: int,
+    interpret: Interpret = None,
+) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
+    """`best_places` of rows whose scores are -inf from num_visible on; and what the list has there, -1 for none.
+
+    num_visible: None stands for all. listed: None stands for the places themselves.
+    """
     width = scores.shape[1]
     count = min(count, width)
+    if _is_for_kernel(scores, interpret):
+        return choice_sm90.choose(scores, num_visible, listed, count=count)
     run = run_length(width, count)
-    if run == 1:
-        return _choose(scores, count)
+    places = _choose(scores, count) if run == 1 else _best_of_best_runs(scores, run, count, interpret)
+    if listed is None:
+        return places, places
+    entries = jnp.take_along_axis(listed, jnp.maximum(places, 0), axis=1)
+    return places, jnp.where(places >= 0, entries, -1)
+
+
+def _best_of_best_runs(scores: Float[Array, "B N"], run: int, count: int, interpret: Interpret) -> Int[Array, "B K"]:
+    """`best_places` by a choice of runs and one of their scores."""
     runs, best = _best_of_runs(scores, run)
-    chosen = _choose(best, min(count, runs.shape[1]))
+    chosen = _one_choice(best, min(count, best.shape[1]), interpret)
     kept = jnp.take_along_axis(runs, jnp.maximum(chosen, 0)[..., None], axis=1)
     kept = jnp.where(chosen[..., None] >= 0, kept, -jnp.inf).reshape(scores.shape[0], -1)
-    among = _choose(kept, count)
+    among = _one_choice(kept, count, interpret)
     first = jnp.take_along_axis(chosen, jnp.maximum(among, 0) // run, axis=1) * run
     return jnp.where(among >= 0, first + among % run, -1)
+
+
+def _is_for_kernel(scores: Float[Array, "B N"], interpret: Interpret) -> bool:
+    return interpret is None and choice_sm90.refuses(scores) is None
+
+
+def _one_choice(scores: Float[Array, "B N"], count: int, interpret: Interpret) -> Int[Array, "B K"]:
+    """`best_places` with all scores in one choice; count is at most N."""
+    if not _is_for_kernel(scores, interpret):
+        return _choose(scores, count)
+    return choice_sm90.choose(scores, None, None, count=count)[0]
 
 
 def gap_behind(scores: Float[Array, "B N"], places: Int[Array, "B K"]) -> Float32[Array, " B"]:
@@ -50,7 +89,12 @@ def gap_behind(scores: Float[Array, "B N"], places: Int[Array, "B K"]) -> Float3
 
 
 def candidate_blocks(
-    scores: Float[Array, "B N"], num_visible: Int[Array, " B"], *, block_size: int, count: int
+    scores: Float[Array, "B N"],
+    num_visible: Int[Array, " B"],
+    *,
+    block_size: int,
+    count: int,
+    interpret: Interpret = None,
 ) -> tuple[Int[Array, "B M"], Float32[Array, " B"]]:
     """`ops.indexer.candidate_blocks`: ids of the best blocks of entries ascending, then -1, and the gap behind them."""
     num_blocks = -(-scores.shape[1] // block_size)
@@ -59,7 +103,8 @@ def candidate_blocks(
     ids = jnp.arange(num_blocks, dtype=jnp.int32)[None, :]
     is_pinned = (ids == newest[:, None]) & (num_visible[:, None] > 0)
     worth = jnp.where(is_pinned, jnp.inf, best)
-    blocks = best_places(worth, count=min(count, num_blocks))
+    num_visible_blocks = -(-num_visible // block_size)
+    blocks = best_listed(worth, num_visible_blocks, None, count=min(count, num_blocks), interpret=interpret)[0]
     return blocks, gap_behind(worth, blocks)
 
 
@@ -79,7 +124,7 @@ def run_length(width: int, count: int) -> int:
 
 
 def _choose(scores: Float[Array, "B N"], count: int) -> Int[Array, "B K"]:
-    """`best_places` with all scores in one choice; count is at most N."""
+    """`_one_choice` in plain JAX."""
     rows, width = scores.shape
     keys, num_digits = _ordered_keys(scores)
     lowest = _ordered_keys(jnp.full((rows, 1), -jnp.inf, scores.dtype))[0]
