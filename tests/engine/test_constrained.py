@@ -325,7 +325,7 @@ class Forbidden:
     def __call__(self, *_, **__):
         raise AssertionError("a step without constrained rows was cut in two")
 
-    def _cache_size(self) -> int:
+    def num_compiled(self) -> int:
         return 0
 
 

@@ -101,8 +101,10 @@ def values_of(cell: Cell) -> set[tuple[str, Any]]:
 
 
 def covering(cells: list[Cell]) -> set[Cell]:
-    """Few cells of quick engines in which every value of any field occurs that these have."""
-    candidates = [cell for cell in cells if (cell.drafts, cell.varlen, cell.replay) in QUICK_ENGINES]
+    """Few cells of quick engines, of few requests, in which every value of any field occurs that these have."""
+    candidates = [
+        cell for cell in cells if (cell.drafts, cell.varlen, cell.replay) in QUICK_ENGINES and cell.batch <= 5
+    ]
     missing, chosen = set().union(*map(values_of, candidates)), set()
     while missing:
         best = max(candidates, key=lambda cell: len(values_of(cell) & missing))
