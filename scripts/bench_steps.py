@@ -13,7 +13,8 @@ need at the bandwidth that was measured in the same run (the first line), divide
 the same cell with tables on the device it shows what the layers in front of the first table do not hide.
 
 A cell whose weights, caches and temporaries do not fit says so. --check also compares the logits with those of
-kernels=reference, for which few layers are enough: 6 have one of each role. --profile adds the kernels that take most
+kernels=reference, for which few layers are enough: 6 have one of each role; and those of the reference with what it
+makes of embeddings that differ here and there by one unit in the last place. --profile adds the kernels that take most
 time.
 """
 
@@ -38,6 +39,7 @@ from deepinfer_jax.testing.rank_model import ENGRAM_BASE, DecodeCase, rank_model
 
 MODEL = Path(__file__).parents[1] / "configs/model/deepseek-v4.1-flash.json"
 MOST_NAMES = 25  # of kernels in a profile
+MOVED_SHARES = (0.001, 0.1)  # of the embeddings' values, see step_bench.sensitivity
 
 
 def main() -> int:
@@ -148,10 +150,12 @@ def check_cell(config: RuntimeConfig, case: DecodeCase, facts: dict[str, str]) -
     head = {"op": "step_check", "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
     try:
         error = step_bench.compare_logits(config, case, (config.kernels, REFERENCE))
+        reference = dataclasses.replace(config, kernels=REFERENCE)
+        moved = step_bench.sensitivity(reference, case, shares=MOVED_SHARES)
     except (ValueError, RuntimeError) as problem:
         write({**head, "error": str(problem)[:1000], **facts})
         return False
-    write({**head, "rel_err": error, **facts})
+    write({**head, "rel_err": error, "moved_shares": MOVED_SHARES, "moved_rel_err": moved, **facts})
     return True
 
 

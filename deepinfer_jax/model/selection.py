@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from deepinfer_jax.config.model import ModelConfig
+from deepinfer_jax.config.roles import layer_roles
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.kernels.indexer import api as index_choice
 from deepinfer_jax.kernels.indexer.keys import EntryKeys
@@ -128,6 +130,11 @@ def _select_variant(
     count, room = min(model.index_topk, width), previous.entries.shape[1]
     wq_b = layer_weights(params.wq_b, layer.index_ordinal, dtype=x.dtype, config=config)
     weights_proj = layer_slice(params.weights_proj, layer.index_ordinal)
+    num_listed = previous.blocks.shape[1] * model.candidate_block_size if kind.uses_candidates else None
+    # A list with room for all entries names all that are visible, and a kernel reads keys fastest where they are.
+    names_all = num_listed is not None and num_listed >= width and not _forces_candidates(stages, model)
+    in_kernel = _in_kernel(x, cache, kind, None if names_all else num_listed, config=config)
+    has_list = kind.uses_candidates and not (in_kernel and names_all)
 
     def on_tile(
         stages: Stages, x: Array, q_latent: Array, tables: RopeTables, slots: Array, positions: Array, blocks: Array
@@ -140,7 +147,7 @@ def _select_variant(
             page_entries=config.page_tokens // kind.ratio,
         )
         visible = paged.num_visible(positions, ratio=kind.ratio)
-        listed = indexer.block_entries(blocks, block_size=model.candidate_block_size) if kind.uses_candidates else None
+        listed = indexer.block_entries(blocks, block_size=model.candidate_block_size) if has_list else None
         best = index_choice.best_entries(
             queries,
             weights,
@@ -178,7 +185,9 @@ def _select_variant(
         previous.blocks,
         num_live=rows.num_live,
         config=config,
-        tile=_rows_at_once(x, previous.blocks, cache, width, kind, config=config),
+        tile=_rows_at_once(x.shape[0], width, num_listed if has_list else None, config=config)
+        if in_kernel
+        else config.row_tile,
     )
     entries = stages.note(f"{prefix}.topk_idxs", entries)
     if kind.is_candidate_source:
@@ -186,26 +195,29 @@ def _select_variant(
     return Selection(entries=entries, blocks=blocks)
 
 
-def _rows_at_once(
-    x: Float[Array, "T D"],
-    blocks: Int[Array, "T M"],
-    cache: ScaledArray,
-    width: int,
-    kind: SelectionKind,
-    *,
-    config: RuntimeConfig,
-) -> int | None:
-    """Rows that are scored together, None for all: what bounds the memory of lists, gathered keys and scores."""
-    model, num_rows = config.model, x.shape[0]
-    num_listed = blocks.shape[1] * model.candidate_block_size if kind.uses_candidates else None
-    in_kernel = index_choice.in_kernel(
-        jnp.zeros((num_rows, model.index_n_heads, model.index_head_dim), x.dtype),
+def _in_kernel(
+    x: Float[Array, "T D"], cache: ScaledArray, kind: SelectionKind, num_listed: int | None, *, config: RuntimeConfig
+) -> bool:
+    """Whether a kernel chooses the entries, with lists of such a width or without."""
+    model = config.model
+    return index_choice.in_kernel(
+        jnp.zeros((x.shape[0], model.index_n_heads, model.index_head_dim), x.dtype),
         cache,
         page_entries=config.page_tokens // kind.ratio,
         num_listed=num_listed,
         backend=config.backend,
     )
-    if config.is_invariant or not in_kernel:
+
+
+def _forces_candidates(stages: Stages, model: ModelConfig) -> bool:
+    """Whether the caller gives the candidate blocks, which may be fewer than there is room for."""
+    sources = [role.layer for role in layer_roles(model) if role.is_candidate_source]
+    return any(stages.is_forced(f"layers.{layer}.candidate_mask") for layer in sources)
+
+
+def _rows_at_once(num_rows: int, width: int, num_listed: int | None, *, config: RuntimeConfig) -> int | None:
+    """Rows that a kernel scores together, None for all: bounds the memory of lists, gathered keys and scores."""
+    if config.is_invariant:
         return config.row_tile
     # Of each entry two forms of its score; of a listed one its number and the copy of its key too.
     row_bytes = 8 * width if num_listed is None else 84 * num_listed

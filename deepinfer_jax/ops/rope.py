@@ -51,7 +51,8 @@ def rotate(
 ) -> Float[Array, "T *H N"]:
     """x with its last 2 F channels rotated by row, adjacent channels forming a pair; rounded to x.dtype.
 
-    may_contract: a compiler may fuse a product and a sum into one operation, which rounds once less.
+    may_contract: a compiler may fuse a product and a sum into one operation, which rounds once less, and update x where
+    it is instead of copying what stays.
     """
     split = x.shape[-1] - 2 * cos.shape[-1]
     tail = x[..., split:].astype(jnp.float32)
@@ -64,4 +65,7 @@ def rotate(
     # The barrier keeps a compiler from contracting a product and a sum into one fused operation.
     a_cos, b_sin, a_sin, b_cos = products if may_contract else lax.optimization_barrier(products)
     rotated = jnp.stack([a_cos - b_sin, a_sin + b_cos], axis=-1).reshape(tail.shape)
-    return jnp.concatenate([x[..., :split], round_to(rotated, x.dtype)], axis=-1)
+    rotated = round_to(rotated, x.dtype)
+    if may_contract:
+        return lax.dynamic_update_slice_in_dim(x, rotated, split, axis=-1)
+    return jnp.concatenate([x[..., :split], rotated], axis=-1)

@@ -5,15 +5,17 @@ import glob
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from deepinfer_jax.config.roles import layer_roles
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.engine.steps import pack_experts
+from deepinfer_jax.engine.steps import COMPILER_OPTIONS, pack_experts
 from deepinfer_jax.kernels.experts.api import HopperMatrix
 from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import StepBatch
@@ -22,7 +24,6 @@ from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.shardings import HOST_MEMORY
 from deepinfer_jax.model.state import State
 from deepinfer_jax.testing import hlo
-from deepinfer_jax.testing.abstract import COMPILER_OPTIONS
 from deepinfer_jax.testing.rank_model import DecodeCase, rank_params
 
 # step(params, state, batch, experts) -> logits, state
@@ -187,11 +188,35 @@ def counted_kernels(compiled: Any) -> int:
 
 def compare_logits(config: RuntimeConfig, case: DecodeCase, names: tuple[str, str], *, seed: int = 0) -> float:
     """|a - b| / |b| of the logits of one step through two choices of kernels, on equal weights, caches and inputs."""
-    found = []
-    for name in names:
-        own = dataclasses.replace(config, kernels=name)
-        params, state = make_params(own, num_experts=case.num_experts, seed=seed), case.state(own)
-        step = compile_step(own, params, state, case)
-        found.append(np.asarray(step(params, state, case.batch(own), case.experts(own))[0], np.float64))
-        del params, state, step  # the device may not hold two models
-    return float(np.linalg.norm(found[0] - found[1]) / np.linalg.norm(found[1]))
+    a, b = (next(_logits(dataclasses.replace(config, kernels=name), case, seed, (0.0,))) for name in names)
+    return _distance(a, b)
+
+
+def sensitivity(config: RuntimeConfig, case: DecodeCase, *, shares: Sequence[float], seed: int = 0) -> list[float]:
+    """|a - b| / |b| of the logits where such a share of the embeddings' values differs by one unit in the last place.
+
+    What a step makes of differences that no two implementations avoid: roundings to four bits and choices of entries.
+    """
+    b, *moved = _logits(config, case, seed, (0.0, *shares))
+    return [_distance(a, b) for a in moved]
+
+
+def _logits(config: RuntimeConfig, case: DecodeCase, seed: int, shares: Iterable[float]) -> Iterator[np.ndarray]:
+    """Logits of a step, for each share of moved values; the device holds one model at a time."""
+    params = make_params(config, num_experts=case.num_experts, seed=seed)
+    step = compile_step(config, params, jax.eval_shape(lambda: case.state(config)), case)
+    for share in shares:
+        own = dataclasses.replace(params, embed=_moved(params.embed, share))
+        logits, _ = step(own, case.state(config), case.batch(config), case.experts(config))
+        yield np.asarray(logits, np.float64)
+
+
+def _moved(embed: jax.Array, share: float) -> jax.Array:
+    """bfloat16 values of which a share is one unit in the last place larger."""
+    is_moved = jax.random.bernoulli(jax.random.key(1), share, embed.shape)
+    bits = lax.bitcast_convert_type(embed, jnp.uint16) + is_moved.astype(jnp.uint16)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -29,12 +29,11 @@ from deepinfer_jax.testing.step_bench import compare_logits, jitted_step
 NAME = "mosaic_sm90"
 # One layer of each role: window with an Engram table, ratio 2, candidate source, and one that chooses among candidates.
 CASE = rank_aot.RankCase(target="h200", kernels=NAME, num_layers=4, num_rows=8, context=256, num_experts=48)
-# Calls of each function in one layer, or in one layer that has it: three layers choose entries, one of them blocks too,
-# one has a table, and one multiplies two weights of a compressor in bfloat16 beside its router.
+# Calls of each function in one layer, or in one layer that has it: three choose entries, one has a table, and one
+# multiplies two weights of a compressor in bfloat16 beside its router. All blocks are candidates in so short a context.
 PER_LAYER = {
     "attend": 4,
     "best_entries": 2 * 3,
-    "candidate_blocks": 1,
     "expand": 4,
     "expand_and_mix": 2 * 4,
     "grouped_linear": 4,
@@ -62,8 +61,16 @@ def test_a_kernel_is_lowered_once_for_all_layers():
     }
     # Attention of a window and over caches of either ratio, experts with their schedule and codes, linear layers of
     # eight shapes with their quantisers, the grouped one, those of router and compressor, index scores of either ratio
-    # and of a list and the choice among each, that of candidate blocks, three forms of mixes.
-    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 2 + 2 * 3 + 1 + 5
+    # and those that candidate blocks could be made of, with the choice among each, three forms of mixes.
+    assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 2 + 2 * 3 + 5
+
+
+@pytest.mark.parametrize("context, want", [(256, 0), (16384, 0), (32768, 1)])
+def test_keys_of_candidates_are_copied_only_where_they_are_not_all(context, want):
+    case = dataclasses.replace(CASE, context=context)
+    config, _ = rank_aot.step_of(case)
+    text = jitted_step(config).trace(*rank_aot.abstract_arguments(case)).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"call @candidate_blocks(?:_\d+)?\(", text)) == want
 
 
 @pytest.mark.parametrize("num_rows, kernels, want", [(8, NAME, False), (8192, NAME, True), (8, "reference", True)])
