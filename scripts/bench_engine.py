@@ -4,11 +4,15 @@ batch: tokens/s of 40 requests together against one alone. async: asynchronous a
 long the device waits between steps. replay: time to the first token of a long prompt with compact bounded replay
 against without. prefix: the same with a warm against a cold prefix cache. trace: throughput and latencies of requests
 that arrive at random times, with shared beginnings.
+
+--drawn-on-device makes random weights for a config.json where they are used; a host would need minutes for those of
+configs/model/flash-one-rank.json, which has the layers of the released model and 48 routed experts in each.
 """
 
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,8 +22,11 @@ import jax
 import numpy as np
 
 from deepinfer_jax import EngineArgs, LLMEngine, SamplingParams
+from deepinfer_jax.checkpoint.write import released_config
 from deepinfer_jax.config.args import resolve
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.testing.facts import commit_of_checkout
+from deepinfer_jax.testing.rank_model import rank_model, rank_params
 
 ROOT = Path(__file__).parents[1]
 REPLAY_KEEP = "140"
@@ -30,13 +37,19 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        self.model = args.model
+        if args.layers is not None:
+            self._folder = tempfile.TemporaryDirectory()
+            self.model = f"{self._folder.name}/config.json"
+            shape = rank_model(load_config(args.model), num_layers=args.layers)
+            Path(self.model).write_text(json.dumps(released_config(shape)))
         self.rng = np.random.default_rng(args.seed)
         self._num_requests = 0
 
     def engine(self, **environ: str) -> LLMEngine:
         """An engine under these variables (without their common prefix)."""
         args = EngineArgs(
-            model=self.args.model,
+            model=self.model,
             max_model_len=self.args.max_model_len,
             max_num_seqs=self.args.batch,
             num_kv_tokens=2 * self.args.batch * 512 + 2 * self.args.max_model_len,
@@ -47,7 +60,11 @@ class Bench:
         )
         if self.args.eager:
             environ["ENFORCE_EAGER"] = "1"
-        return LLMEngine(resolve(args, {f"DEEPINFER_{name}": value for name, value in environ.items()}))
+        config = resolve(args, {f"DEEPINFER_{name}": value for name, value in environ.items()})
+        if not self.args.drawn_on_device:
+            return LLMEngine(config)
+        model = load_config(self.model)
+        return LLMEngine(config, params=rank_params(model, num_experts=model.n_routed_experts, seed=self.args.seed))
 
     def prompt(self, length: int) -> list[int]:
         """Random tokens."""
@@ -211,6 +228,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     scenarios["trace"] = Bench.trace
     parser.add_argument("scenarios", nargs="*", choices=[*scenarios, []], help="default: all")
     parser.add_argument("--model", default=str(ROOT / "configs/model/tiny.json"))
+    parser.add_argument("--layers", type=int, help="run so many of the layers only, of every role if possible")
+    parser.add_argument("--drawn-on-device", action="store_true", help="random weights of the shape of --model")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=100, help="output tokens of each request")
@@ -227,7 +246,9 @@ def main(arguments: Iterable[str] | None = None) -> None:
     for name in args.scenarios or scenarios:
         figures = scenarios[name](bench)
         shown = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
-        record = {"script": "bench_engine", "scenario": name, "model": Path(args.model).name} | shown | facts
+        record = {"script": "bench_engine", "scenario": name, "model": Path(args.model).name}
+        record |= {"layers": args.layers} if args.layers is not None else {}
+        record |= shown | facts
         print(json.dumps(record), flush=True)
 
 

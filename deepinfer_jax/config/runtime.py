@@ -11,6 +11,7 @@ from deepinfer_jax.config.model import ModelConfig
 
 NumericsName = Literal["fp32_noqdq", "fp32", "bf16", "q"]
 ReplayMode = Literal["off", "mask", "compact"]
+ROW_TILES = (8, 16, 32, 64, 128)
 KernelChoice = str  # "auto", "reference", or the name of one implementation
 
 
@@ -95,8 +96,8 @@ class RuntimeConfig:
                 f"forced_imbalance={self.forced_imbalance} makes a row's experts depend on its place in the step, "
                 "against batch-invariant mode; set DEEPINFER_BATCH_INVARIANT=0 for such benchmarks"
             )
-        if self.row_tile not in (8, 16, 32):
-            raise ValueError(f"row_tile={self.row_tile} must be 8, 16 or 32")
+        if self.row_tile not in ROW_TILES:
+            raise ValueError(f"row_tile={self.row_tile} must be one of {ROW_TILES}")
 
     @property
     def backend(self) -> Backend:

@@ -52,10 +52,16 @@ class LLMEngine:
         *,
         hooks: EngineHooks | None = None,
         verification: VerificationPolicy | None = None,
+        params: Params | None = None,
     ) -> None:
-        """verification: which drafts have a row, in place of what `varlen_verification` of the config says."""
+        """An engine of the configured model.
+
+        verification: in place of what `varlen_verification` says. params: in place of those of the model's files, in
+        the form of `checkpoint.load.load_model`; without a vision encoder images are refused. The engine takes over
+        their memory. Raises ValueError where they do not fit the config.
+        """
         self.config = config
-        loaded = load_engine_model(config)
+        loaded = load_engine_model(config, params)
         self.model, self.tokenizer, self.max_model_len = loaded.runtime.model, loaded.tokenizer, loaded.max_model_len
         self.runtime = loaded.runtime
         self.sizes = engine_sizes(config, loaded)

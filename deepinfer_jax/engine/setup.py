@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from deepinfer_jax.checkpoint.embedded import embedded_model
-from deepinfer_jax.checkpoint.load import TOKENIZER_NAME, LoadFormat, load_model
+from deepinfer_jax.checkpoint.load import TOKENIZER_NAME, LoadFormat, load_model, place_params
 from deepinfer_jax.checkpoint.locate import locate_model
 from deepinfer_jax.config.args import DEFAULT, EngineConfig
 from deepinfer_jax.config.forms import token_ranges
@@ -30,6 +30,7 @@ from deepinfer_jax.kernels.ascend_coverage import host_ops
 from deepinfer_jax.kernels.registry import ASCEND
 from deepinfer_jax.model.kernel_weights import for_kernels
 from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.parts import check_params
 from deepinfer_jax.parallel.mesh import make_mesh
 from deepinfer_jax.sampling.logits import SampleSettings
 from deepinfer_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +39,7 @@ RELEASED_NUMERICS = "q"
 _log = logging.getLogger(__name__)
 
 # Rows of a tile in batch-invariant mode: a GPU's loops are slow to turn, and its products want more rows.
-ROW_TILES = {"cpu": 8, ASCEND: 8, "nvidia": 32}
+ROW_TILES = {"cpu": 8, ASCEND: 8, "nvidia": 128}
 MAX_DEVICE_TABLE_BYTES = 1 << 30  # Engram tables that are larger stay on the host, if nobody says where
 MIN_ROLLBACK_TOKENS = 6  # the rings' size in every engine, so that drafts need no other layout
 _PLATFORMS = {"cpu": "cpu", "nvidia": "gpu", ASCEND: "cpu"}
@@ -60,8 +61,11 @@ class LoadedModel:
     watch: LoadWatch | None = None  # None: no statistics of the experts
 
 
-def load_engine_model(config: EngineConfig) -> LoadedModel:
-    """The model, tokenizer and device of a configuration. Raises ValueError for whatever does not fit."""
+def load_engine_model(config: EngineConfig, own_params: Params | None = None) -> LoadedModel:
+    """The model, tokenizer and device of a configuration. Raises ValueError for whatever does not fit.
+
+    own_params: in place of those of the model's files; see `LLMEngine`.
+    """
     device, target = choose_device(config.device)
     mesh = make_engine_mesh(config, device)
     _check_processes(config)
@@ -72,17 +76,23 @@ def load_engine_model(config: EngineConfig) -> LoadedModel:
     bridge = open_ascend(config, load_config(location)) if target == ASCEND else None
     load_format: LoadFormat = "dummy" if config.load_format == "dummy" else "auto"
     on_host = tables_on_host(config, load_config(location), target=target)
+    spare_experts = config.num_extra_experts if mesh is not None else 0
     with jax.default_device(device):
-        params, model = load_model(
-            location,
-            mesh=mesh,
-            load_format=load_format,
-            seed=config.seed or 0,
-            with_draft=config.num_draft_tokens > 0,
-            with_vision=bridge is None,
-            spare_experts=config.num_extra_experts if mesh is not None else 0,
-            engram_on_host=on_host,
-        )
+        if own_params is None:
+            params, model = load_model(
+                location,
+                mesh=mesh,
+                load_format=load_format,
+                seed=config.seed or 0,
+                with_draft=config.num_draft_tokens > 0,
+                with_vision=bridge is None,
+                spare_experts=spare_experts,
+                engram_on_host=on_host,
+            )
+        else:
+            model = load_config(location)
+            check_params(own_params, model, with_draft=config.num_draft_tokens > 0)
+            params = place_params(own_params, model, mesh=mesh, spare_experts=spare_experts, engram_on_host=on_host)
     if config.source("engram_pad_token") != DEFAULT:
         model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)
     speculation, balance = make_speculation(config, model), make_balance_plan(config, params)

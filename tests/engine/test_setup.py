@@ -76,7 +76,7 @@ def test_runtime_follows_the_configuration(model):
     assert not runtime(EngineArgs(), target="nvidia").is_invariant
     assert not runtime(EngineArgs(), {"DEEPINFER_BATCH_INVARIANT": "0"}).is_invariant
     on_gpu = runtime(EngineArgs(), {"DEEPINFER_BATCH_INVARIANT": "1"}, target="nvidia")
-    assert on_gpu.is_invariant and on_gpu.is_repeatable and on_gpu.row_tile == 32
+    assert on_gpu.is_invariant and on_gpu.is_repeatable and on_gpu.row_tile == 128
     with pytest.raises(NotImplementedError, match="cannot be promised on tpu"):
         runtime(EngineArgs(), {"DEEPINFER_BATCH_INVARIANT": "1"}, target="tpu")
     assert runtime(EngineArgs(), {"DEEPINFER_JAX_NUMERICS": "bf16"}).numerics == "bf16"
