@@ -20,7 +20,7 @@ CHOICES = ("layers.*.topk_idxs", "layers.*.candidate_mask")
 @pytest.mark.parametrize("pages_per_slot, has_list", [(1, False), (4, True)])
 def test_choices_do_not_depend_on_a_list_of_all_entries(tiny_a, monkeypatch, pages_per_slot, has_list):
     params, base = tiny_a
-    model = dataclasses.replace(base.model, candidate_topk_blocks=8)  # of 8 entries each, and a page has 64
+    model = dataclasses.replace(base.model, candidate_topk_blocks=32)  # of 2 entries each, and a page has 64
     config = RuntimeConfig(model=model, is_invariant=False)
     tokens = np.random.default_rng(0).integers(3, base.model.vocab_size, 61).tolist()
     widths = []
