@@ -14,6 +14,13 @@ CASES = [
     ("linear", "wo_b_512_rows"),
     ("linear", "wo_a_128_rows"),
     ("linear", "head_16_rows"),
+    ("indexer", "best_512_of_128_rows_of_8192"),
+    ("indexer", "best_512_of_16_rows_of_1048576"),
+    ("host_rows", "codes_128_rows"),
+    ("host_rows", "scales_1_rows"),
+    ("hyper", "expand_and_mix_128_rows"),
+    ("hyper", "mix_8_rows"),
+    ("hyper", "expand_128_rows"),
 ]
 
 # What one call of a linear layer starts: quantising rows and the product; for a number of rows that is no multiple of
