@@ -48,6 +48,11 @@ def mosaic_sm100(fn: Callable[..., Any], refuses: Callable[..., str | None]) -> 
     return _mosaic(MOSAIC_SM100, fn, refuses)
 
 
+def mosaic(fn: Callable[..., Any], refuses: Callable[..., str | None]) -> tuple[Impl, Impl]:
+    """A kernel of instructions that Hopper and Blackwell have: one for each, of which the right one is asked for."""
+    return mosaic_sm90(fn, refuses), mosaic_sm100(fn, refuses)
+
+
 def _mosaic(name: str, fn: Callable[..., Any], refuses: Callable[..., str | None]) -> Impl:
     return Impl(
         name=name,

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepinfer_jax.config.runtime import Backend
-from deepinfer_jax.kernels.host_rows import api, cases, mosaic_sm90
+from deepinfer_jax.kernels.host_rows import api, cases, mosaic
 from deepinfer_jax.kernels.registry import explain
 
 TABLE = np.random.default_rng(0).integers(0, 256, (50, 8), dtype=np.uint8)
@@ -25,7 +25,7 @@ def test_the_host_gives_rows_of_its_table():
 @pytest.mark.parametrize("count", [0, 1, 6])
 def test_the_plain_form_gives_rows_and_zeros(count):
     numbers = NUMBERS.reshape(-1)[:count]
-    found = mosaic_sm90.take_rows(
+    found = mosaic.take_rows(
         jnp.asarray(TABLE), jnp.asarray(numbers), interpret=plgpu.InterpretGPUParams(detect_races=True)
     )
     np.testing.assert_array_equal(found, WANT.reshape(-1, 8)[:count])
@@ -41,11 +41,13 @@ def test_cases_hold_negative_numbers():
 @pytest.mark.parametrize(
     "table, told",
     [
-        (TABLE, "mosaic_sm90"),
-        (TABLE[:, :6], "reference (mosaic_sm90 refuses: rows of 6 bytes are not whole words)"),
-        (TABLE.astype(np.int32), "reference (mosaic_sm90 refuses: the table is int32 of 2 axes, not uint8 of two)"),
+        (TABLE, "mosaic"),
+        (TABLE[:, :6], "reference (mosaic refuses: rows of 6 bytes are not whole words)"),
+        (TABLE.astype(np.int32), "reference (mosaic refuses: the table is int32 of 2 axes, not uint8 of two)"),
     ],
 )
-def test_what_the_kernel_refuses(table, told):
-    backend = Backend(target="nvidia", kernels="mosaic_sm90")
-    assert explain(api.OP, api.IMPLS, backend, jnp.asarray(table), jnp.asarray(NUMBERS)) == told
+@pytest.mark.parametrize("name", ["mosaic_sm90", "mosaic_sm100"])
+def test_what_the_kernel_refuses(table, told, name):
+    backend = Backend(target="nvidia", kernels=name)
+    found = explain(api.OP, api.IMPLS, backend, jnp.asarray(table), jnp.asarray(NUMBERS))
+    assert found == told.replace("mosaic", name)

@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepinfer_jax.config.runtime import Backend
-from deepinfer_jax.kernels.indexer import api, choice_sm90, mosaic_sm90, topk_sm90
+from deepinfer_jax.kernels.indexer import api, choice, mosaic_sm90, plain_scores, topk
 from deepinfer_jax.kernels.indexer.keys import EntryKeys, take_keys
 from deepinfer_jax.ops import indexer
 from deepinfer_jax.ops.quant import dequantize, quantize_index, quantize_main_kv
@@ -100,20 +100,22 @@ def candidates(num_rows: int, width: int) -> jax.Array:
     return indexer.block_entries(jnp.broadcast_to(blocks, (num_rows, 16)), block_size=8)
 
 
+@pytest.mark.parametrize("module", [mosaic_sm90, plain_scores], ids=["sm90", "plain scores"])
 @pytest.mark.parametrize("is_listed", [False, True], ids=["all entries", "entries of candidate blocks"])
-def test_best_entries_are_those_of_the_reference(is_listed):
+def test_best_entries_are_those_of_the_reference(is_listed, module):
     queries, weights, keys = make_step(2, 3, 64)
     visible = jnp.asarray([190, 40], jnp.int32)
     listed = candidates(2, 192) if is_listed else every_entry(2, 192)
     given = {"count": 48, "needs_scores": True, "has_fixed_trips": False}
-    best = mosaic_sm90.best_entries(
+    best = module.best_entries(
         queries, weights, listed if is_listed else None, visible, keys, **given, interpret=INTERPRET
     )
     padded = indexer.pad_entries(listed)
     want = api.best_entries(queries, weights, padded, visible, keys, **given, backend=Backend(kernels="reference"))
     assert best.scores.dtype == jnp.bfloat16
-    best = dataclasses.replace(best, scores=best.scores.astype(jnp.float32))
-    compare.assert_bitwise(best, dataclasses.replace(want, scores=want.scores[:, : listed.shape[1]]))
+    width = listed.shape[1]
+    best = dataclasses.replace(best, scores=best.scores[:, :width].astype(jnp.float32))
+    compare.assert_bitwise(best, dataclasses.replace(want, scores=want.scores[:, :width]))
 
 
 def refusal(listed: jax.Array | None = None, **changes) -> str | None:
@@ -157,8 +159,8 @@ def test_refusal_says_why(changes, reason):
 
 @functools.partial(jax.jit, static_argnames="count")
 def chosen(scores: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array]:
-    places = topk_sm90.best_places(scores, count=count, interpret=INTERPRET)
-    return places, topk_sm90.gap_behind(scores, places)
+    places = topk.best_places(scores, count=count, interpret=INTERPRET)
+    return places, topk.gap_behind(scores, places)
 
 
 def scores_of_kind(kind: str, width: int) -> np.ndarray:
@@ -204,7 +206,7 @@ def test_candidate_blocks_are_those_of_the_reference(kind, width, count, dtype):
     num_visible = jnp.asarray([width, 1, 0], jnp.int32)
     scores = jnp.where(jnp.arange(width, dtype=jnp.int32)[None, :] < num_visible[:, None], scores, -jnp.inf)
     given = {"block_size": 8, "count": count, "interpret": INTERPRET}
-    found = topk_sm90.candidate_blocks(scores.astype(dtype), num_visible, **given)
+    found = topk.candidate_blocks(scores.astype(dtype), num_visible, **given)
     want = indexer.candidate_blocks(scores, num_visible, block_size=8, count=count)
     compare.assert_bitwise(found, want)
 
@@ -230,8 +232,8 @@ def last_bin(counts: np.ndarray, wanted: int) -> tuple[int, int]:
 
 
 def emulated(scores: np.ndarray, visible: int, count: int, listed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One row of `choice_sm90`, in its steps: warps, runs, pieces of eight, histograms, ranks."""
-    warps, step, piece = choice_sm90._WARPS, choice_sm90._STEP, choice_sm90.PIECE
+    """One row of `choice`, in its steps: warps, runs, pieces of eight, histograms, ranks."""
+    warps, step, piece = choice._WARPS, choice._STEP, choice.PIECE
     visible = min(max(visible, 0), len(scores))
     steps = -(-visible // (warps * step))
     row = np.full(warps * steps * step, -np.inf, np.float32)
@@ -240,11 +242,11 @@ def emulated(scores: np.ndarray, visible: int, count: int, listed: np.ndarray) -
         end = run + min(-(-(visible - run) // step), steps) * step
         row[run:end][: read - run] = scores[run : min(end, read)]
     keys = ordered_keys(row)
-    counted = keys[keys > choice_sm90._LOWEST]
+    counted = keys[keys > choice._LOWEST]
     upper, wanted = last_bin(np.bincount(counted >> 8, minlength=256), count)
     in_bin = counted[counted >> 8 == upper] & 0xFF if upper >= 0 else counted[:0]
     lower, allowed = last_bin(np.bincount(in_bin, minlength=256), wanted)
-    last, allowed = (upper << 8 | lower, allowed) if lower >= 0 else (choice_sm90._LOWEST, 0)
+    last, allowed = (upper << 8 | lower, allowed) if lower >= 0 else (choice._LOWEST, 0)
     pieces = keys.reshape(warps, -1, piece)
     better, equal = pieces > last, pieces == last
     found = np.full((2, count), -1, np.int32)
@@ -283,7 +285,7 @@ def test_steps_of_the_kernel_give_the_top_entries(kind, width, count):
     places, entries = (jnp.asarray(np.stack(found)) for found in zip(*rows, strict=True))
     positive_zeros = jnp.asarray(np.where(scores == 0, np.float32(0.0), scores))
     compare.assert_bitwise(entries, indexer.top_entries(positive_zeros, jnp.asarray(listed), count=count)[0])
-    plain = topk_sm90.best_listed(
+    plain = topk.best_listed(
         jnp.asarray(scores, jnp.bfloat16),
         jnp.asarray(num_visible),
         jnp.asarray(listed),
@@ -297,10 +299,10 @@ def test_steps_of_the_kernel_give_the_top_entries(kind, width, count):
     ("scores", "reason"),
     [
         (jnp.zeros((1, 256)), "scores are float32"),
-        (jnp.zeros((1, choice_sm90.MAX_WIDTH + 1), jnp.bfloat16), "a row has 98305 scores; 98304 fit"),
+        (jnp.zeros((1, choice.MAX_WIDTH + 1), jnp.bfloat16), "a row has 98305 scores; 98304 fit"),
     ],
     ids=["dtype", "width"],
 )
 def test_choice_refuses_what_does_not_fit(scores, reason):
-    assert reason in choice_sm90.refuses(scores)
-    assert choice_sm90.refuses(jnp.zeros((1, choice_sm90.MAX_WIDTH), jnp.bfloat16)) is None
+    assert reason in choice.refuses(scores)
+    assert choice.refuses(jnp.zeros((1, choice.MAX_WIDTH), jnp.bfloat16)) is None

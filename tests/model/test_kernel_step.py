@@ -16,9 +16,9 @@ from deepinfer_jax.engine.kernel_choice import step_choices
 from deepinfer_jax.kernels.attention import mosaic_sm90 as attention
 from deepinfer_jax.kernels.experts import mosaic_sm90 as experts
 from deepinfer_jax.kernels.experts.api import HopperMatrix
-from deepinfer_jax.kernels.hyper import mosaic_sm90 as hyper
+from deepinfer_jax.kernels.hyper import mosaic as hyper
 from deepinfer_jax.kernels.indexer import mosaic_sm90 as indexer
-from deepinfer_jax.kernels.indexer import topk_sm90
+from deepinfer_jax.kernels.indexer import topk
 from deepinfer_jax.kernels.linear import mosaic_sm90 as linear
 from deepinfer_jax.model.moe import needs_quantized_rows
 from deepinfer_jax.model.variants import layer_weights
@@ -109,7 +109,7 @@ def interpreted(monkeypatch):
     plain = {
         attention: ("attend",),
         indexer: ("best_entries",),
-        topk_sm90: ("candidate_blocks",),
+        topk: ("candidate_blocks",),
         hyper: ("expand", "mix", "expand_and_mix"),
     }
     for module, names in plain.items():

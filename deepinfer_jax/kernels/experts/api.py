@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.calls import shared_call
-from deepinfer_jax.kernels.experts import cann, mosaic_sm90, packed_sm90
+from deepinfer_jax.kernels.experts import cann, mosaic_sm90, mosaic_sm100, packed
 from deepinfer_jax.kernels.linear import api as linear_api
 from deepinfer_jax.kernels.linear import mosaic_sm90 as linear_sm90
 from deepinfer_jax.kernels.linear import mosaic_sm100 as linear_sm100
@@ -24,11 +24,11 @@ Index = int | Int[Array, ""]
 # CANN's forms of weights, as `engine/ascend.py` makes them.
 PackedExperts = cann.PackedExperts
 PackedShared = cann.PackedShared
-# One of their matrices as the kernel for Hopper reads it, as `model/kernel_weights.py` makes it.
-HopperMatrix = packed_sm90.PackedExperts
-pack_matrix = packed_sm90.pack_experts
-# CANN's form, or a node with the matrices w1 (gate), w2 (down) and w3 (up): plain, packed, or as the kernel for Hopper
-# reads them.
+# One of their matrices as the kernels for Hopper and for Blackwell read it, as `model/kernel_weights.py` makes it.
+HopperMatrix = packed.PackedExperts
+pack_matrix = packed.pack_experts
+# CANN's form, or a node with the matrices w1 (gate), w2 (down) and w3 (up): plain, packed, or as these kernels read
+# them.
 Experts = Any
 
 
@@ -50,7 +50,7 @@ def _routed(
 
     def apply(expert: Int[Array, ""], x: Float[Array, "B D"], weight: Float32[Array, " B"]) -> Float[Array, "B D"]:
         own = jax.tree.map(lambda a: a[layer, expert], experts)
-        w1, w2, w3 = (packed_sm90.unpacked(w) if isinstance(w, HopperMatrix) else w for w in (own.w1, own.w2, own.w3))
+        w1, w2, w3 = (packed.unpacked(w) if isinstance(w, HopperMatrix) else w for w in (own.w1, own.w2, own.w3))
         return moe.expert(x, w1, w2, w3, weight, limit=limit, quantizes=quantizes)
 
     return moe.routed_experts(
@@ -62,29 +62,33 @@ def _shared(u: Float[Array, "T D"], expert: Experts, *, limit: float, quantizes:
     return moe.expert(u, expert.w1, expert.w2, expert.w3, None, limit=limit, quantizes=quantizes)
 
 
-def _routed_sm90(
-    u: Float[Array, "T D"],
-    expert_ids: Int[Array, "T A"],
-    shares: Float32[Array, "T A"],
-    is_live: Bool[Array, " T"],
-    experts: Experts,
-    layer: Index,
-    *,
-    limit: float,
-    **_: Any,
-) -> Float[Array, "T A D"]:
-    """The whole stack of layers is an operand, read where it is."""
-    run = shared_call(mosaic_sm90.routed_experts, limit=limit)
-    layer = jnp.asarray(layer, jnp.int32)
-    return run(u, expert_ids, shares, is_live, experts.w1, experts.w2, experts.w3, layer=layer)
+def _routed_kernel(module: Any) -> tuple[Callable[..., Array], Callable[..., str | None]]:
+    """Its `routed_experts`, and why it refuses."""
 
+    def run(
+        u: Float[Array, "T D"],
+        expert_ids: Int[Array, "T A"],
+        shares: Float32[Array, "T A"],
+        is_live: Bool[Array, " T"],
+        experts: Experts,
+        layer: Index,
+        *,
+        limit: float,
+        **_: Any,
+    ) -> Float[Array, "T A D"]:
+        """The whole stack of layers is an operand, read where it is."""
+        call = shared_call(module.routed_experts, limit=limit)
+        layer = jnp.asarray(layer, jnp.int32)
+        return call(u, expert_ids, shares, is_live, experts.w1, experts.w2, experts.w3, layer=layer)
 
-def _refuses_routed_sm90(
-    u: Array, expert_ids: Array, _: Array, __: Array, experts: Experts, *___: Any, quantizes: bool, **____: Any
-) -> str | None:
-    if not quantizes:
-        return "activations between the products are not FP8 in this numerics policy"
-    return mosaic_sm90.refuses(u, expert_ids, experts.w1, experts.w2)
+    def refuses(
+        u: Array, expert_ids: Array, _: Array, __: Array, experts: Experts, *___: Any, quantizes: bool, **____: Any
+    ) -> str | None:
+        if not quantizes:
+            return "activations between the products are not FP8 in this numerics policy"
+        return module.refuses(u, expert_ids, experts.w1, experts.w2)
+
+    return run, refuses
 
 
 def _shared_kernel(
@@ -108,7 +112,8 @@ def _shared_kernel(
 
 IMPLS = (
     Impl(name="cann", fn=cann.routed_experts, targets=(ASCEND,), refuses=cann.refuses_routed),
-    registry.mosaic_sm90(_routed_sm90, _refuses_routed_sm90),
+    registry.mosaic_sm90(*_routed_kernel(mosaic_sm90)),
+    registry.mosaic_sm100(*_routed_kernel(mosaic_sm100)),
     Impl(name=REFERENCE, fn=_routed),
 )
 SHARED_IMPLS = (
@@ -167,7 +172,7 @@ def quantize_rows(
 
     Else they are given rows that have been through `fp8_roundtrip`, where the numerics quantise activations.
     """
-    if backend.kernels != registry.MOSAIC_SM90:
+    if backend.kernels not in registry.COMPUTE_CAPABILITIES:
         return False
     ids = jnp.zeros((u.shape[0], num_chosen), jnp.int32)
     arrays = (u, ids, ids.astype(jnp.float32), jnp.ones(u.shape[0], jnp.bool_), experts, 0)
@@ -177,20 +182,20 @@ def quantize_rows(
         select(OP, IMPLS, backend, *arrays, **given, **sizes),
         select(SHARED_OP, SHARED_IMPLS, backend, u, shared, **given),
     )
-    return all(impl.name == registry.MOSAIC_SM90 for impl in found)
+    return all(impl.name == backend.kernels for impl in found)
 
 
 def wants_packed(experts: Experts, *, dtype: Any, backend: Backend) -> bool:
-    """Whether the kernel for Hopper takes these experts for few rows in `dtype` that it may quantise.
+    """Whether the kernel that was asked for takes these experts for few rows in `dtype` that it may quantise.
 
     It then multiplies what `pack_matrix` makes of each of their matrices.
     """
-    if backend.kernels != registry.MOSAIC_SM90:
+    if backend.kernels not in registry.COMPUTE_CAPABILITIES:
         return False
     ids = jnp.zeros((1, 1), jnp.int32)
     u = jnp.zeros((1, experts.w2.payload.shape[-2]), dtype)
     arrays = (u, ids, ids.astype(jnp.float32), jnp.ones(1, jnp.bool_), experts, 0)
-    return select(OP, IMPLS, backend, *arrays, limit=0.0, quantizes=True).name == registry.MOSAIC_SM90
+    return select(OP, IMPLS, backend, *arrays, limit=0.0, quantizes=True).name == backend.kernels
 
 
 def shared_expert(

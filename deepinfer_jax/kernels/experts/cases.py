@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array
 
 from deepinfer_jax.kernels.case import REFERENCE, Case
-from deepinfer_jax.kernels.experts import mosaic_sm90
-from deepinfer_jax.kernels.experts.packed_sm90 import PackedExperts, pack_experts, unpacked
+from deepinfer_jax.kernels.experts import mosaic_sm90, mosaic_sm100
+from deepinfer_jax.kernels.experts.packed import PackedExperts, pack_experts, unpacked
 from deepinfer_jax.kernels.mosaic import GROUP
 from deepinfer_jax.ops import moe
 from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
@@ -26,7 +26,16 @@ REFERENCE_TILE = 16
 WEIGHT_BYTES = 17 / 32
 # Sums in another order move a few hidden values to the next E4M3 code, which is 6 % away.
 TOLERANCE = 1e-2
-FAMILIES = ("wgmma.mma_async.sync.aligned.m64n32k32.f32.e5m2.e5m2", "cp.async.bulk.tensor")
+FAMILIES = {
+    "mosaic_sm90": ("wgmma.mma_async.sync.aligned.m64n32k32.f32.e5m2.e5m2", "cp.async.bulk.tensor"),
+    "mosaic_sm100": (
+        "tcgen05.mma.cta_group::1.kind::f8f6f4",
+        "tcgen05.st.sync.aligned.32x32b",
+        "tcgen05.ld",
+        "tcgen05.commit",
+        "cp.async.bulk.tensor",
+    ),
+}
 
 
 def pair_experts(num_pairs: int) -> np.ndarray:
@@ -125,6 +134,7 @@ def _case(name: str, num_pairs: int) -> Case:
         implementations={
             REFERENCE: reference,
             "mosaic_sm90": functools.partial(mosaic_sm90.routed_experts, limit=LIMIT),
+            "mosaic_sm100": functools.partial(mosaic_sm100.routed_experts, limit=LIMIT),
         },
         num_bytes=int(num_used * 3 * WIDTH * INNER * WEIGHT_BYTES) + 2 * num_pairs * WIDTH * 2,
         flops=num_pairs * 2 * 3 * WIDTH * INNER,
@@ -134,7 +144,7 @@ def _case(name: str, num_pairs: int) -> Case:
         num_rows=num_pairs,
         has_target=num_pairs == TARGET_PAIRS,
         reference_calls=1,
-        families={"mosaic_sm90": FAMILIES},
+        families=FAMILIES,
         peers={"torch_grouped_mm_bf16": functools.partial(_grouped_mm, ids=ids)},
     )
 

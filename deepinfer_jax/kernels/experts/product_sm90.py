@@ -1,6 +1,6 @@
 """The product of one warpgroup of the routed experts on SM90, and what it does with the sums; compiled or interpreted.
 
-Both operands of an instruction are E5M2 with all powers of two in their codes (`packed_sm90`, `rows_sm90`), so nothing
+Both operands of an instruction are E5M2 with all powers of two in their codes (`packed`, `rows`), so nothing
 is scaled between instructions. The tensor cores' own sums keep about 14 bits: they run over one chunk of 256 columns,
 and chunks are added in float32.
 """
@@ -18,8 +18,9 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Float32
 
 from deepinfer_jax.kernels import mosaic
-from deepinfer_jax.kernels.experts.packed_sm90 import CHUNK, CODES_HIGH, CODES_LOW, GROUPS, decode_chunk
-from deepinfer_jax.kernels.experts.rows_sm90 import TERMS, natural_order
+from deepinfer_jax.kernels.experts.nibbles import decoded
+from deepinfer_jax.kernels.experts.packed import CHUNK, GROUPS, decode_chunk
+from deepinfer_jax.kernels.experts.rows import TERMS, natural_order
 from deepinfer_jax.kernels.mosaic import Register
 from deepinfer_jax.kernels.ptx import array_of, global_address, inline, row_address, scalar, words_of
 from deepinfer_jax.kernels.warpgroup import LINE, ROWS, TILE_TRANSFORMS, advance, descriptor
@@ -120,23 +121,6 @@ class FoldedProduct:
         assert part is not None
         sums = [arith.addf(a, b) for a, b in zip(mosaic.scalars(acc), part, strict=True)]
         return mosaic.fragmented(sums, (ROWS, self.num_columns), acc.layout)
-
-
-def decoded(words: Sequence[Register], step: Register) -> list[tuple[Register, Register]]:
-    """E5M2 codes of packed words of one group: for each word those of its first four weights and of the others.
-
-    The nibbles choose among the eight codes of a table, which PRMT holds in two registers; it reads four of them.
-    """
-    low = mosaic.iadd(mosaic.imul(step, 0x01010100), mosaic.i32(CODES_LOW))  # zero stays zero
-    high = mosaic.iadd(mosaic.imul(step, 0x01010101), mosaic.i32(CODES_HIGH))
-    codes = []
-    for word in words:
-        chosen = mosaic.iand(word, 0x77777777)
-        first = mosaic.prmt(low, high, chosen)
-        second = mosaic.prmt(low, high, mosaic.shr(chosen, 16))
-        signs = mosaic.iand(mosaic.shl(word, 4), 0x80808080), mosaic.iand(word, 0x80808080)
-        codes.append((mosaic.ior(first, signs[0]), mosaic.ior(second, signs[1])))
-    return codes
 
 
 def chained(

@@ -6,15 +6,15 @@ from jaxtyping import Array, Int, UInt8
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.calls import shared_call
-from deepinfer_jax.kernels.host_rows import mosaic_sm90
+from deepinfer_jax.kernels.host_rows import mosaic
 from deepinfer_jax.kernels.registry import ASCEND, NVIDIA, REFERENCE, TRAINING, Impl, select
 from deepinfer_jax.ops.host import take_on_host
 
 OP = "host_rows"
 
 
-def _sm90(table: UInt8[Array, "R W"], numbers: Int[Array, "*N"]) -> UInt8[Array, "*N W"]:
-    return shared_call(mosaic_sm90.take_rows)(table, numbers.reshape(-1)).reshape(*numbers.shape, table.shape[1])
+def _by_kernel(table: UInt8[Array, "R W"], numbers: Int[Array, "*N"]) -> UInt8[Array, "*N W"]:
+    return shared_call(mosaic.take_rows)(table, numbers.reshape(-1)).reshape(*numbers.shape, table.shape[1])
 
 
 def _reference(table: UInt8[Array, "R W"], numbers: Int[Array, "*N"]) -> UInt8[Array, "*N W"]:
@@ -23,7 +23,7 @@ def _reference(table: UInt8[Array, "R W"], numbers: Int[Array, "*N"]) -> UInt8[A
 
 
 IMPLS = (
-    registry.mosaic_sm90(_sm90, mosaic_sm90.refuses),
+    *registry.mosaic(_by_kernel, mosaic.refuses),
     # The tables are the host's, so that it reads them for an Ascend device too.
     Impl(name=REFERENCE, fn=_reference, targets=("cpu", NVIDIA, ASCEND, TRAINING)),
 )

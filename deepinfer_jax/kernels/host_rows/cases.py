@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt8
 
 from deepinfer_jax.kernels.case import REFERENCE, Case
-from deepinfer_jax.kernels.host_rows import mosaic_sm90
+from deepinfer_jax.kernels.host_rows import mosaic
 
 TABLE_ROWS = 1 << 20
 WANTED = 24  # rows of a table for one row of a step
@@ -32,14 +32,15 @@ def reference(table: UInt8[Array, "R W"], numbers: Int[Array, " N"]) -> UInt8[Ar
 
 def _case(name: str, num_rows: int) -> Case:
     width = WIDTHS[name]
+    load = "ld.global.v4.b32" if width % 16 == 0 else "ld.global.v2.b32"
     return Case(
         op="host_rows",
         name=f"{name}_{num_rows}_rows",
         make=functools.partial(make_inputs, num_rows=num_rows, width=width),
-        implementations={REFERENCE: reference, "mosaic_sm90": mosaic_sm90.take_rows},
+        implementations={REFERENCE: reference, "mosaic_sm90": mosaic.take_rows, "mosaic_sm100": mosaic.take_rows},
         num_bytes=num_rows * WANTED * (2 * width + 4),
         flops=0,
-        families={"mosaic_sm90": ("ld.global.v4.b32" if width % 16 == 0 else "ld.global.v2.b32",)},
+        families={"mosaic_sm90": (load,), "mosaic_sm100": (load,)},
     )
 
 

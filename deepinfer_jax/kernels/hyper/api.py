@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.calls import shared_call
-from deepinfer_jax.kernels.hyper import mosaic_sm90
+from deepinfer_jax.kernels.hyper import mosaic
 from deepinfer_jax.kernels.registry import ASCEND, NVIDIA, REFERENCE, TRAINING, Impl, select
 from deepinfer_jax.kernels.rms_norm.api import rms_norm
 from deepinfer_jax.ops import hyper
@@ -23,20 +23,20 @@ OP = "hyper"
 _TARGETS = ("cpu", NVIDIA, ASCEND, TRAINING)
 
 
-def _expand_sm90(out: Array, streams: Array, mix: Mix) -> Array:
-    return shared_call(mosaic_sm90.expand)(out, streams, mix)
+def _expand_by_kernel(out: Array, streams: Array, mix: Mix) -> Array:
+    return shared_call(mosaic.expand)(out, streams, mix)
 
 
-def _mix_sm90(streams: Array, pre: Array, mixer: Mixer, *, backend: Backend, **given: Any) -> tuple[Mix, Array]:
+def _mix_by_kernel(streams: Array, pre: Array, mixer: Mixer, *, backend: Backend, **given: Any) -> tuple[Mix, Array]:
     del backend
-    return shared_call(mosaic_sm90.mix, **given)(streams, pre, mixer)
+    return shared_call(mosaic.mix, **given)(streams, pre, mixer)
 
 
-def _both_sm90(
+def _both_by_kernel(
     out: Array, streams: Array, before: Mix, mixer: Mixer, *, backend: Backend, **given: Any
 ) -> tuple[Array, Mix, Array]:
     del backend
-    return shared_call(mosaic_sm90.expand_and_mix, **given)(out, streams, before, mixer)
+    return shared_call(mosaic.expand_and_mix, **given)(out, streams, before, mixer)
 
 
 def _mix(
@@ -52,27 +52,27 @@ def _both(out: Array, streams: Array, before: Mix, mixer: Mixer, **given: Any) -
 
 
 def _refuses_expansion(out: Array, streams: Array, *_: Any) -> str | None:
-    return mosaic_sm90.refuses(streams, out)
+    return mosaic.refuses(streams, out)
 
 
 def _refuses_mix(streams: Array, _: Array, mixer: Mixer, **__: Any) -> str | None:
-    return mosaic_sm90.refuses(streams, mixer.norm)
+    return mosaic.refuses(streams, mixer.norm)
 
 
 def _refuses_both(out: Array, streams: Array, _: Mix, mixer: Mixer, **__: Any) -> str | None:
-    return mosaic_sm90.refuses(streams, out, mixer.norm)
+    return mosaic.refuses(streams, out, mixer.norm)
 
 
 IMPLS = (
-    registry.mosaic_sm90(_both_sm90, _refuses_both),
+    *registry.mosaic(_both_by_kernel, _refuses_both),
     Impl(name=REFERENCE, fn=_both, targets=_TARGETS),
 )
 _MIX_IMPLS = (
-    registry.mosaic_sm90(_mix_sm90, _refuses_mix),
+    *registry.mosaic(_mix_by_kernel, _refuses_mix),
     Impl(name=REFERENCE, fn=_mix, targets=_TARGETS),
 )
 _EXPAND_IMPLS = (
-    registry.mosaic_sm90(_expand_sm90, _refuses_expansion),
+    *registry.mosaic(_expand_by_kernel, _refuses_expansion),
     Impl(name=REFERENCE, fn=hyper.expand, targets=_TARGETS),
 )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from deepinfer_jax.kernels.case import REFERENCE, Case
-from deepinfer_jax.kernels.hyper import mosaic_sm90
+from deepinfer_jax.kernels.hyper import mosaic
 from deepinfer_jax.ops import hyper, norm
 from deepinfer_jax.ops.hyper import Mix, Mixer
 
@@ -60,39 +60,39 @@ def cut_rows(inputs: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 
 
 def reference_mix(out: Array, streams: Array, before: Mix, mixer: Mixer) -> tuple[Mix, Array]:
-    """`mosaic_sm90.mix` as `ops` say it; `out` is not read."""
+    """`mosaic.mix` as `ops` say it; `out` is not read."""
     del out
     made = hyper.coefficients(streams, mixer.fn, mixer.scale, mixer.base, **SINKHORN)
     return made, norm.rms_norm(hyper.collapse(streams, before.pre), mixer.norm, eps=NORM_EPS)
 
 
 def reference_both(out: Array, streams: Array, before: Mix, mixer: Mixer) -> tuple[Array, Mix, Array]:
-    """`mosaic_sm90.expand_and_mix` as `ops` say it."""
+    """`mosaic.expand_and_mix` as `ops` say it."""
     new = hyper.expand(out, streams, before)
     return new, *reference_mix(out, new, before, mixer)
 
 
 def reference_expand(out: Array, streams: Array, before: Mix, mixer: Mixer) -> Array:
-    """`mosaic_sm90.expand` as `ops` say it; the mixer is not read."""
+    """`mosaic.expand` as `ops` say it; the mixer is not read."""
     del mixer
     return hyper.expand(out, streams, before)
 
 
 def kernel_mix(out: Array, streams: Array, before: Mix, mixer: Mixer, **given: Any) -> tuple[Mix, Array]:
-    """`mosaic_sm90.mix`."""
+    """`mosaic.mix`."""
     del out
-    return mosaic_sm90.mix(streams, before.pre, mixer, **SINKHORN, norm_eps=NORM_EPS, **given)
+    return mosaic.mix(streams, before.pre, mixer, **SINKHORN, norm_eps=NORM_EPS, **given)
 
 
 def kernel_both(out: Array, streams: Array, before: Mix, mixer: Mixer, **given: Any) -> tuple[Array, Mix, Array]:
-    """`mosaic_sm90.expand_and_mix`."""
-    return mosaic_sm90.expand_and_mix(out, streams, before, mixer, **SINKHORN, norm_eps=NORM_EPS, **given)
+    """`mosaic.expand_and_mix`."""
+    return mosaic.expand_and_mix(out, streams, before, mixer, **SINKHORN, norm_eps=NORM_EPS, **given)
 
 
 def kernel_expand(out: Array, streams: Array, before: Mix, mixer: Mixer, **given: Any) -> Array:
-    """`mosaic_sm90.expand`."""
+    """`mosaic.expand`."""
     del mixer
-    return mosaic_sm90.expand(out, streams, before, **given)
+    return mosaic.expand(out, streams, before, **given)
 
 
 # name: the reference, the kernels, how often they read or write the streams, whether they expand, whether they mix
@@ -110,7 +110,7 @@ def _case(name: str, num_rows: int) -> Case:
         op="hyper",
         name=f"{name}_{num_rows}_rows",
         make=functools.partial(make_inputs, num_rows=num_rows, width=WIDTH),
-        implementations={REFERENCE: reference, "mosaic_sm90": kernel},
+        implementations={REFERENCE: reference, "mosaic_sm90": kernel, "mosaic_sm100": kernel},
         num_bytes=2 * num_rows * (passes * numbers + (expands + mixes) * WIDTH) + mixes * 4 * OUTPUTS * numbers,
         flops=2 * num_rows * numbers * (expands * (STREAMS + 1) + mixes * (OUTPUTS + 2)),
         tolerance=TOLERANCE,
@@ -118,7 +118,7 @@ def _case(name: str, num_rows: int) -> Case:
         cut_rows=cut_rows if num_rows >= TARGET_ROWS else None,
         num_rows=num_rows,
         has_target=num_rows == TARGET_ROWS,
-        families={"mosaic_sm90": (*((MIX_FAMILY,) if mixes else ()), "ld.v4.b32")},
+        families=dict.fromkeys(("mosaic_sm90", "mosaic_sm100"), (*((MIX_FAMILY,) if mixes else ()), "ld.v4.b32")),
     )
 
 

@@ -1,6 +1,8 @@
 """The choice of entries by index score, by whatever the backend has for it."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
@@ -8,11 +10,12 @@ from jaxtyping import Array, Float, Float32, Int
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.calls import shared_call
-from deepinfer_jax.kernels.indexer import cann, mosaic_sm90, topk_sm90
-from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, every_entry, take_keys
+from deepinfer_jax.kernels.indexer import cann, mosaic_sm90, plain_scores, topk
+from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, every_entry
+from deepinfer_jax.kernels.indexer.plain_scores import entry_scores
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.ops import indexer
-from deepinfer_jax.ops.quant import ScaledArray, dequantize
+from deepinfer_jax.ops.quant import ScaledArray
 
 OP = "indexer"
 
@@ -28,39 +31,34 @@ def _reference(
     needs_scores: bool,
     has_fixed_trips: bool,
 ) -> IndexScores:
+    scores = entry_scores(queries, weights, listed, num_visible, keys, has_fixed_trips=has_fixed_trips)
     listed = every_entry(keys) if listed is None else listed
-    scores = indexer.score_entries(
-        queries,
-        weights,
-        listed,
-        lambda entries: dequantize(take_keys(keys, entries), queries.dtype),
-        num_visible,
-        has_fixed_trips=has_fixed_trips,
-    )
     entries, gap = indexer.top_entries(scores, listed, count=count)
     return IndexScores(entries=entries, gap=gap, scores=scores)
 
 
-def _sm90(
-    queries: Float[Array, "B I K"],
-    weights: Float[Array, "B I"],
-    listed: Int[Array, "B N"] | None,
-    num_visible: Int[Array, " B"],
-    keys: EntryKeys,
-    *,
-    count: int,
-    needs_scores: bool,
-    has_fixed_trips: bool,
-) -> IndexScores:
-    """The whole cache is an operand, read where it is."""
-    keys = dataclasses.replace(keys, source=jnp.asarray(keys.source, jnp.int32))
-    run = shared_call(mosaic_sm90.best_entries, count=count, needs_scores=needs_scores, has_fixed_trips=has_fixed_trips)
-    return run(queries, weights, listed, num_visible, keys)
+def _kernel(module: Any) -> tuple[Callable[..., IndexScores], Callable[..., str | None]]:
+    """Its `best_entries`, and why it refuses."""
+
+    def run(
+        queries: Float[Array, "B I K"],
+        weights: Float[Array, "B I"],
+        listed: Int[Array, "B N"] | None,
+        num_visible: Int[Array, " B"],
+        keys: EntryKeys,
+        **static: Any,
+    ) -> IndexScores:
+        """The whole cache is an operand, read where it is."""
+        keys = dataclasses.replace(keys, source=jnp.asarray(keys.source, jnp.int32))
+        return shared_call(module.best_entries, **static)(queries, weights, listed, num_visible, keys)
+
+    return run, module.refuses
 
 
 IMPLS = (
     Impl(name="cann", fn=cann.best_entries, targets=(ASCEND,), refuses=cann.refuses),
-    registry.mosaic_sm90(_sm90, mosaic_sm90.refuses),
+    registry.mosaic_sm90(*_kernel(mosaic_sm90)),
+    registry.mosaic_sm100(*_kernel(plain_scores)),
     Impl(name=REFERENCE, fn=_reference),
 )
 
@@ -92,9 +90,9 @@ def best_entries(
 def candidate_blocks(
     scores: Float[Array, "B N"], num_visible: Int[Array, " B"], *, block_size: int, count: int
 ) -> tuple[Int[Array, "B M"], Float32[Array, " B"]]:
-    """`ops.indexer.candidate_blocks` of `IndexScores.scores`; on Hopper, whose scores are bfloat16, without a sort."""
+    """`ops.indexer.candidate_blocks` of `IndexScores.scores`; of bfloat16, as kernels give them, without a sort."""
     if scores.dtype == jnp.bfloat16:
-        run = shared_call(topk_sm90.candidate_blocks, block_size=block_size, count=count)
+        run = shared_call(topk.candidate_blocks, block_size=block_size, count=count)
         return run(scores, num_visible)
     return indexer.candidate_blocks(scores, num_visible, block_size=block_size, count=count)
 

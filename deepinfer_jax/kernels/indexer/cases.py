@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from deepinfer_jax.kernels.case import REFERENCE, Case
-from deepinfer_jax.kernels.indexer import mosaic_sm90, topk_sm90
+from deepinfer_jax.kernels.indexer import mosaic_sm90, topk
 from deepinfer_jax.kernels.indexer.keys import EntryKeys, take_keys
 from deepinfer_jax.ops import indexer
 from deepinfer_jax.ops.quant import INDEX_GROUP, ScaledArray, dequantize, quantize_index
@@ -21,6 +21,7 @@ KEY_BYTES = WIDTH // 2 + WIDTH // INDEX_GROUP
 SCORE_BYTES = 2
 # A sum of bfloat16 terms that differ by more than 2^10 may round to a neighbour in another order.
 TOLERANCE = 1e-4
+CHOICE_FAMILIES = ("red.shared.add.u32", "redux.sync.add.s32", "cp.async.cg.shared.global")
 FAMILIES = ("wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3", "cp.async.bulk.tensor")
 
 
@@ -122,12 +123,14 @@ def _choice_case(num_rows: int, context: int) -> Case:
         make=functools.partial(make_scores, **size),
         implementations={
             REFERENCE: reference_places,
-            "mosaic_sm90": functools.partial(topk_sm90.best_places, count=COUNT),
+            "mosaic_sm90": functools.partial(topk.best_places, count=COUNT),
+            "mosaic_sm100": functools.partial(topk.best_places, count=COUNT),
         },
         num_bytes=num_rows * (context * SCORE_BYTES + COUNT * 4),
         flops=num_rows * context,
         has_target=context == LONG_CONTEXT,
         reference_calls=1,
+        families=dict.fromkeys(("mosaic_sm90", "mosaic_sm100"), CHOICE_FAMILIES),
         peers={"torch_topk": functools.partial(_torch_top_k, **size)},
     )
 

@@ -26,7 +26,7 @@ class IndexScores:
 
     entries: Int[Array, "B K"]  # the best ones, ascending, then -1
     gap: Float32[Array, " B"]  # between the last kept and the first dropped score, inf where nothing was dropped
-    # Of all listed entries, -inf where one is not visible; None: not asked for. bfloat16 from the kernel for Hopper.
+    # Of all listed entries, -inf where one is not visible; None: not asked for. bfloat16 from kernels.
     scores: Float[Array, "B N"] | None
 
 

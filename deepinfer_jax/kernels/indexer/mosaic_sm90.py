@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, BFloat16, Int, UInt8
 
 from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, take_keys
-from deepinfer_jax.kernels.indexer.topk_sm90 import best_listed, gap_behind
+from deepinfer_jax.kernels.indexer.topk import best_listed, gap_behind
 from deepinfer_jax.kernels.mosaic import (
     FP4_CODE_FACTOR,
     Interpret,

@@ -14,7 +14,7 @@ OP = "rope"
 IMPLS = (
     Impl(name="cann", fn=cann.rotate_rows, targets=(ASCEND,), refuses=cann.refuses),
     # XLA's own kernel, one where the reference's barrier makes three.
-    registry.mosaic_sm90(functools.partial(rope.rotate, may_contract=True), registry.accepts),
+    *registry.mosaic(functools.partial(rope.rotate, may_contract=True), registry.accepts),
     Impl(name=REFERENCE, fn=rope.rotate),
 )
 

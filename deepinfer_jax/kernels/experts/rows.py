@@ -1,4 +1,4 @@
-"""Rows of activations as the experts' products on SM90 read them: two rows of E5M2 codes and one float32 scale each.
+"""Rows of activations as the experts' products read them: two rows of E5M2 codes and one float32 scale each.
 
 A row is quantised as `ops.quant.quantize_fp8` does it. An E4M3 code has four significant bits: the first three and the
 last one are two E5M2 numbers, also after the power of two between its group's scale and the row's largest one is
@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 
 from deepinfer_jax.kernels import mosaic
-from deepinfer_jax.kernels.experts.packed_sm90 import CHUNK
+from deepinfer_jax.kernels.experts.packed import CHUNK
 from deepinfer_jax.kernels.mosaic import GROUP, Interpret, Register, scale_of
 from deepinfer_jax.kernels.ptx import global_address, inline, ptx, row_address, scalar
 from deepinfer_jax.kernels.warpgroup import absolute, maximum, scale_exponent

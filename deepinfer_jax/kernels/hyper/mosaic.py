@@ -1,4 +1,4 @@
-"""Residual streams around a sublayer on Hopper: expanded, mixed and collapsed by two kernels; `ops.hyper` says how.
+"""Residual streams around a sublayer: expanded, mixed and collapsed by two kernels; `ops.hyper` says how.
 
 Roofline at 128 rows of four streams of 5120: 12 MB of streams read and written, 2 MB of weights for each tile of rows,
 28 MB that mostly come from the L2 cache, about 6 us; 63 M products of float32 weights are little for tensor cores. As
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float32
 
-from deepinfer_jax.kernels.hyper.products_sm90 import (
+from deepinfer_jax.kernels.hyper.products import (
     CHANNELS,
     LINES,
     NUMBERS,

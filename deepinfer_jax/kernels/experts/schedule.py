@@ -1,4 +1,4 @@
-"""Where the pairs of a decode step go among the experts on SM90: one small kernel, or the same in `jax.numpy`."""
+"""Where the pairs of a decode step go among the experts: one small kernel, or the same in `jax.numpy`."""
 
 import functools
 import itertools

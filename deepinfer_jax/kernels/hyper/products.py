@@ -1,4 +1,4 @@
-"""Products of residual streams with float32 weights on SM90, by tensor cores and as exact as float32 products are.
+"""Products of residual streams with float32 weights, by tensor cores (`mma.sync`) and as exact as those of float32.
 
 A weight is cut into three numbers of 8 bits each, which add up to its 24. Tensor cores multiply these with the streams'
 bfloat16 exactly and add in float32. So 24 outputs cost 72 columns, a fraction of what float32 takes on ordinary cores.

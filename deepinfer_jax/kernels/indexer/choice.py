@@ -1,4 +1,4 @@
-"""The best of a row's scores on Hopper, by one kernel with a block for each row; `topk_sm90` says what is chosen.
+"""The best of a row's scores, by one kernel with a block for each row; `topk` says what is chosen.
 
 Roofline, 128 rows of 8,192 scores: 2 MB, half a microsecond. What takes time are the four barriers of a block, the
 reading of a row, and starting the kernel at all.

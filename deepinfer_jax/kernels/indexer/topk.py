@@ -1,7 +1,7 @@
 """The best of many scores without sorting them: `ops.indexer.top_entries` and `candidate_blocks` are the references.
 
 Roofline: every score is read once, 2 bytes each. Rows of up to 98,304 bfloat16 scores are chosen from by one kernel
-(`choice_sm90`). In longer ones, runs of neighbouring scores are worth their best one: the `count` best scores lie in
+(`choice`). In longer ones, runs of neighbouring scores are worth their best one: the `count` best scores lie in
 the `count` best runs, ties to the earlier run. So one maximum over runs reads everything, and the two choices that
 follow, of runs and of scores, are among thousands, not a million.
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
-from deepinfer_jax.kernels.indexer import choice_sm90
+from deepinfer_jax.kernels.indexer import choice
 from deepinfer_jax.kernels.mosaic import Interpret
 
 _DIGIT_BITS = 4
@@ -45,7 +45,7 @@ def best_listed(
     width = scores.shape[1]
     count = min(count, width)
     if _is_for_kernel(scores, interpret):
-        return choice_sm90.choose(scores, num_visible, listed, count=count)
+        return choice.choose(scores, num_visible, listed, count=count)
     run = run_length(width, count)
     places = _choose(scores, count) if run == 1 else _best_of_best_runs(scores, run, count, interpret)
     if listed is None:
@@ -66,14 +66,14 @@ def _best_of_best_runs(scores: Float[Array, "B N"], run: int, count: int, interp
 
 
 def _is_for_kernel(scores: Float[Array, "B N"], interpret: Interpret) -> bool:
-    return interpret is None and choice_sm90.refuses(scores) is None
+    return interpret is None and choice.refuses(scores) is None
 
 
 def _one_choice(scores: Float[Array, "B N"], count: int, interpret: Interpret) -> Int[Array, "B K"]:
     """`best_places` with all scores in one choice; count is at most N."""
     if not _is_for_kernel(scores, interpret):
         return _choose(scores, count)
-    return choice_sm90.choose(scores, None, None, count=count)[0]
+    return choice.choose(scores, None, None, count=count)[0]
 
 
 def gap_behind(scores: Float[Array, "B N"], places: Int[Array, "B K"]) -> Float32[Array, " B"]:

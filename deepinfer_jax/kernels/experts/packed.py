@@ -1,4 +1,4 @@
-"""Weights of routed experts as the kernel for SM90 reads them: E2M1 codes that become E5M2, scales folded in.
+"""Weights of routed experts as their kernels read them: E2M1 codes that become E5M2, scales folded in.
 
 E2M1 times a power of two is exact in E5M2 for 27 neighbouring exponents. So each row has one float32 scale, and each
 group of 32 columns a byte that is added to the table of E5M2 codes which the nibbles choose from.

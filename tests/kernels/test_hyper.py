@@ -1,11 +1,11 @@
-"""Residual streams around a sublayer for SM90, interpreted on the CPU with race detection."""
+"""Residual streams around a sublayer, interpreted on the CPU with race detection."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deepinfer_jax.kernels.hyper import cases, mosaic_sm90
+from deepinfer_jax.kernels.hyper import cases, mosaic
 from deepinfer_jax.ops import hyper
 from deepinfer_jax.testing import compare
 
@@ -75,13 +75,13 @@ def test_large_logits_are_normalised_as_by_the_reference(iterations):
     logits = 8 * jax.random.normal(jax.random.key(iterations), (4, 4, 4), jnp.float32)
     want = hyper.sinkhorn(logits, iterations=iterations, eps=1e-6)
     lines = [[logits[:, i, j] for j in range(4)] for i in range(4)]
-    got = jnp.asarray(mosaic_sm90._sinkhorn(lines, iterations, 1e-6)).transpose(2, 0, 1)
+    got = jnp.asarray(mosaic._sinkhorn(lines, iterations, 1e-6)).transpose(2, 0, 1)
     compare.assert_close(got, want, rel_l2=COEFFICIENTS_REL_L2)
 
 
 def test_other_shapes_and_types_are_refused():
     streams = jnp.zeros((2, 4, WIDTH), jnp.bfloat16)
-    assert mosaic_sm90.refuses(streams, streams[:, 0]) is None
-    assert mosaic_sm90.refuses(streams[:, :3]) == "there are 3 streams, not 4"
-    assert mosaic_sm90.refuses(streams[..., :64]) == "streams of 64 channels are no multiple of 128"
-    assert "float32" in str(mosaic_sm90.refuses(streams.astype(jnp.float32)))
+    assert mosaic.refuses(streams, streams[:, 0]) is None
+    assert mosaic.refuses(streams[:, :3]) == "there are 3 streams, not 4"
+    assert mosaic.refuses(streams[..., :64]) == "streams of 64 channels are no multiple of 128"
+    assert "float32" in str(mosaic.refuses(streams.astype(jnp.float32)))
