@@ -9,6 +9,7 @@ from deepinfer_jax.testing import assembly
 # One size of each kernel: an op with cases, and the name of the case.
 CASES = [
     ("experts", "decode_128_rows"),
+    ("experts", "prefill_4096_rows"),
     ("linear", "wq_b_1_rows"),
     ("linear", "wq_b_128_rows"),
     ("linear", "wo_b_64_rows"),

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from deepinfer_jax.ops.quant import ScaledArray, dequantize, quantize_fp8
 WIDTH, INNER, NUM_EXPERTS = 5120, 2304, 48
 LIMIT = 10.0
 PAIRS_PER_ROW = 6  # a rank of eight has the pairs of as many rows as its own, on average
-TARGET_PAIRS = 128 * PAIRS_PER_ROW
+DECODE_ROWS, PREFILL_ROWS = (128, 16, 1, 512), (4096, 8192)
+TARGET_PAIRS = tuple(rows * PAIRS_PER_ROW for rows in (128, *PREFILL_ROWS))
 SKEW = 0.5  # standard deviation of the logarithm of an expert's popularity
 REFERENCE_TILE = 16
 # E2M1 with a scale byte for each 32 weights.
@@ -124,7 +125,7 @@ def _grouped_mm(torch: Any, copies: int, *, ids: np.ndarray) -> list[Callable[[]
     return [call() for _ in range(copies)]
 
 
-def _case(name: str, num_pairs: int) -> Case:
+def _case(name: str, num_pairs: int, *, rate: Literal["bf16", "fp8"]) -> Case:
     ids = pair_experts(num_pairs)
     num_used = len(np.unique(ids))
     return Case(
@@ -138,15 +139,19 @@ def _case(name: str, num_pairs: int) -> Case:
         },
         num_bytes=int(num_used * 3 * WIDTH * INNER * WEIGHT_BYTES) + 2 * num_pairs * WIDTH * 2,
         flops=num_pairs * 2 * 3 * WIDTH * INNER,
-        rate="fp8",
+        rate=rate,
         tolerance=TOLERANCE,
         keep_rows=keep_rows,
         num_rows=num_pairs,
-        has_target=num_pairs == TARGET_PAIRS,
+        has_target=num_pairs in TARGET_PAIRS,
         reference_calls=1,
         families=FAMILIES,
         peers={"torch_grouped_mm_bf16": functools.partial(_grouped_mm, ids=ids)},
     )
 
 
-CASES = tuple(_case(f"decode_{rows}_rows", PAIRS_PER_ROW * rows) for rows in (128, 16, 1, 512))
+CASES = (
+    *(_case(f"decode_{rows}_rows", PAIRS_PER_ROW * rows, rate="fp8") for rows in DECODE_ROWS),
+    # Two E5M2 codes of each value of x, at the FP8 rate, are as fast as bfloat16.
+    *(_case(f"prefill_{rows}_rows", PAIRS_PER_ROW * rows, rate="bf16") for rows in PREFILL_ROWS),
+)

@@ -1,4 +1,4 @@
-"""Routed experts of decode steps on SM90: MXFP4 weights, FP8 activations, bits of a row that depend on no other row.
+"""Routed experts on SM90: MXFP4 weights, FP8 activations, bits of a row that depend on no other row.
 
 Roofline at 768 pairs over 48 experts of 5120 x 2304: at 4.25 bits each, the weights of gate and up are 602 MB and those
 of down 301 MB; 54 GFLOP are 36 us of FP8. Memory limits by far: 142 and 71 us at 4.23 TB/s.
@@ -14,6 +14,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -66,12 +67,24 @@ class Tiling:
 
 
 TILING = Tiling()
+# Decoding weights then costs as many instructions as before and is used by more pairs; the sums fill the registers.
+PREFILL_TILING = Tiling(
+    row_tile=96,
+    up=KernelTiling(warpgroups=2, registers=240, at_once=1),
+    down=KernelTiling(warpgroups=2, registers=240, at_once=1),
+)
+
+
+def tiling_for(num_pairs: int, num_experts: int) -> Tiling:
+    """What is fastest for so many pairs, most of which go to these experts."""
+    return PREFILL_TILING if num_pairs >= PREFILL_TILING.row_tile * num_experts else TILING
 
 
 def refuses(
-    u: Array, expert_ids: Array, w1: Weights | Array, w2: Weights | Array, *, tiling: Tiling = TILING
+    u: Array, expert_ids: Array, w1: Weights | Array, w2: Weights | Array, *, tiling: Tiling | None = None
 ) -> str | None:
     """Why these operands cannot be multiplied, None if they can."""
+    tiling = tiling_for(expert_ids.size, jax.tree.leaves(w1)[0].shape[-3]) if tiling is None else tiling
     return routed.refuses(
         u,
         expert_ids,
@@ -94,7 +107,7 @@ def routed_experts(
     limit: float,
     layer: int | Int[Array, ""] = 0,
     num_sms: int = 132,
-    tiling: Tiling = TILING,
+    tiling: Tiling | None = None,
     interpret: Interpret = None,
 ) -> BFloat16[Array, "T A D"]:
     """Outputs of the chosen experts, times their routing weights; zeros for rows that are not live and ids below 0.
@@ -102,8 +115,9 @@ def routed_experts(
     u: is quantised by `quantize_fp8`, which is exact on its grid. w1, w3 [(layers,) E, inner, D] and w2 [(layers,) E,
     D, inner]: E2M1 as `pack_experts` leaves it; the stack over layers is read in place. A ScaledArray is packed in
     each call, its own layer of a stack. Differs from the reference by the order of sums, and by what the tensor cores
-    lose within 256 columns.
+    lose within 256 columns. tiling: `tiling_for` the numbers of pairs and experts if None; no bits depend on it.
     """
+    tiling = tiling_for(expert_ids.size, w1.payload.shape[-3]) if tiling is None else tiling
     reason = refuses(u, expert_ids, w1, w2, tiling=tiling)
     if reason is not None:
         raise NotImplementedError(f"routed_experts on SM90: {reason}; use the reference")

@@ -11,7 +11,7 @@ from jaxtyping import Array, BFloat16, Bool, Float32, Int
 from deepinfer_jax.kernels.experts import packed
 from deepinfer_jax.kernels.experts.packed import PackedExperts, pack_experts
 from deepinfer_jax.kernels.experts.rows import folded_rows
-from deepinfer_jax.kernels.experts.schedule import MAX_PAIRS, MAX_ROW_TILE, ROW_BLOCK, make_schedule
+from deepinfer_jax.kernels.experts.schedule import MAX_ROW_TILE, ROW_BLOCK, make_schedule
 from deepinfer_jax.kernels.experts.unit_product import UnitProduct
 from deepinfer_jax.ops.quant import ScaledArray
 
@@ -30,8 +30,6 @@ def refuses(
     """Why these operands cannot be multiplied, None if they can. The steps are what both widths are multiples of."""
     if u.dtype != jnp.bfloat16:
         return f"rows are {u.dtype}, not bfloat16"
-    if expert_ids.size > MAX_PAIRS:
-        return f"{expert_ids.size} pairs are more than the {MAX_PAIRS} of a decode step"
     reason = packed.refuses(w1) or packed.refuses(w2)
     if reason is not None:
         return reason

@@ -1,4 +1,4 @@
-"""Where the pairs of a decode step go among the experts: one small kernel, or the same in `jax.numpy`."""
+"""Where the pairs of a step go among the experts: one small kernel, or for many pairs a sort."""
 
 import functools
 import itertools
@@ -17,8 +17,8 @@ from deepinfer_jax.kernels.ptx import global_address, inline, ptx, row_address
 from deepinfer_jax.pytree import pytree_dataclass, static_field
 
 ROW_BLOCK = 8  # pairs of one expert are padded to a multiple
-MAX_ROW_TILE = 64
-MAX_PAIRS = 4096  # of which a thread of the kernel holds 32
+MAX_ROW_TILE = 96
+KERNEL_PAIRS = 4096  # that the kernel places: a thread holds 32
 WARP, WARPS = 32, 4
 _COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
@@ -44,7 +44,7 @@ def make_schedule(
 ) -> Schedule:
     """The places of all pairs of live rows with an id from 0 to num_experts - 1, in the order of pairs.
 
-    first_expert: what is added to ids in tiles.
+    first_expert: what is added to ids in tiles. More than KERNEL_PAIRS are sorted by XLA.
     """
     num_pairs = expert_ids.size
     is_here = is_live[:, None] & (expert_ids >= 0) & (expert_ids < num_experts)
@@ -55,8 +55,8 @@ def make_schedule(
     sizes = {"num_experts": num_experts, "row_tile": row_tile, "num_places": num_places}
     first_expert = jnp.asarray(first_expert, jnp.int32)
     num_tiles = num_pairs // row_tile + most_groups
-    if interpret is not None:
-        places, tiles, count = _interpreted(expert, first_expert, num_tiles, **sizes)
+    if interpret is not None or num_pairs > KERNEL_PAIRS:
+        places, tiles, count = _sorted(expert, first_expert, num_tiles, **sizes)
     else:
         bins = -(-(num_experts + 1) // WARP) * WARP
         kernel = plgpu.kernel(
@@ -72,7 +72,7 @@ def make_schedule(
     return Schedule(places=places, tiles=tiles, num_tiles=count, num_places=num_places)
 
 
-def _interpreted(
+def _sorted(
     expert: Int[Array, " pairs"],
     first_expert: Int[Array, ""],
     num_tiles: int,
@@ -81,19 +81,22 @@ def _interpreted(
     row_tile: int,
     num_places: int,
 ) -> tuple[Array, Array, Array]:
-    """Places, tiles and their number; by comparisons of all with all."""
-    pairs, experts = (jnp.arange(size, dtype=jnp.int32) for size in (expert.shape[0], num_experts))
-    counts = jnp.sum(expert[None, :] == experts[:, None], axis=1, dtype=jnp.int32)
+    """Places, tiles and their number: what the kernel finds, in memory by pairs and in time little more than that."""
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    ends = jnp.searchsorted(expert[order], jnp.arange(num_experts, dtype=jnp.int32), side="right").astype(jnp.int32)
+    firsts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])  # of each expert, among the sorted pairs
+    counts = ends - firsts
     blocks, tiles_of = -(-counts // ROW_BLOCK), -(-counts // row_tile)
     starts = ROW_BLOCK * (jnp.cumsum(blocks, dtype=jnp.int32) - blocks)
-    is_before = (expert[None, :] == expert[:, None]) & (pairs[None, :] < pairs[:, None])
-    places = starts[jnp.minimum(expert, num_experts - 1)] + jnp.sum(is_before, axis=1, dtype=jnp.int32)
-    places = jnp.where(expert < num_experts, places, num_places)
-    ends, tile = jnp.cumsum(tiles_of, dtype=jnp.int32), jnp.arange(num_tiles, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32), num_experts - 1)
-    done = (tile - (ends - tiles_of)[owner]) * row_tile
+    number = jnp.arange(expert.shape[0], dtype=jnp.int32)
+    own = jnp.minimum(expert[order], num_experts - 1)
+    place = jnp.where(expert[order] < num_experts, starts[own] + number - firsts[own], num_places)
+    places = jnp.zeros_like(number).at[order].set(place, unique_indices=True)
+    last, tile = jnp.cumsum(tiles_of, dtype=jnp.int32), jnp.arange(num_tiles, dtype=jnp.int32)
+    owner = jnp.minimum(jnp.searchsorted(last, tile, side="right").astype(jnp.int32), num_experts - 1)
+    done = (tile - (last - tiles_of)[owner]) * row_tile
     fields = (owner + first_expert, starts[owner] + done, jnp.minimum(counts[owner] - done, row_tile))
-    return places, jnp.stack(fields, axis=1), ends[-1:]
+    return places, jnp.stack(fields, axis=1), last[-1:]
 
 
 def _schedule_block(*refs: Any, counts: Any, starts: Any, bins: int, num_experts: int, **sizes: int) -> None:
