@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
-"""Times decode steps of one rank of the real model on the device at hand: one JSON line for each cell.
+"""Times steps of one rank of the real model on the device at hand: one JSON line for each cell.
 
 The rank has all layers of the model, 48 of the 384 routed experts of each, as one of eight, random weights in the
 released forms, small Engram tables and no drafts. Each row chooses six of the rank's experts, so that it does the work
 that a rank of eight gets when all have equally many rows. Nothing travels. `fraction` is the time that the step's bytes
-need at the bandwidth that was measured in the same run (the first line), divided by the time that was measured.
+or its products need at the rates that were measured in the same run (the first line), whichever is more, divided by the
+time that was measured.
 
     python scripts/bench_steps.py --kernels mosaic_sm90 [--layers 40] [--rows 1 16 128 512] [--contexts 4096 8192 65536]
-        [--tables device host] [--option NAME=VALUE ...] [--check] [--profile]
+        [--prefill 8192 ...] [--tables device host] [--option NAME=VALUE ...] [--check] [--profile]
+
+Decode steps have a row of each request; --prefill adds steps with the newest so many rows of one prompt, for each
+context that holds them.
 
 --tables host keeps the Engram tables in the memory of the host, which gathers rows inside the step; beside a line of
 the same cell with tables on the device it shows what the layers in front of the first table do not hide.
@@ -35,7 +39,8 @@ from deepinfer_jax.kernels.registry import REFERENCE, check_choice
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.testing import kernel_bench, step_bench
 from deepinfer_jax.testing.facts import run_facts
-from deepinfer_jax.testing.rank_model import ENGRAM_BASE, DecodeCase, rank_model
+from deepinfer_jax.testing.rank_model import ENGRAM_BASE, StepLoad, rank_model
+from deepinfer_jax.testing.step_work import floor_us, step_bytes, step_flops
 
 MODEL = Path(__file__).parents[1] / "configs/model/deepseek-v4.1-flash.json"
 MOST_NAMES = 25  # of kernels in a profile
@@ -49,7 +54,8 @@ def main() -> int:
     parser.add_argument("--kernels", default="mosaic_sm90", help="auto, reference or the name of implementations")
     parser.add_argument("--layers", type=int, help="so many layers, of every role if possible; default: all")
     parser.add_argument("--experts", type=int, default=48, help="routed experts of the rank in each layer")
-    parser.add_argument("--rows", nargs="+", type=int, default=[128, 16, 1, 512])
+    parser.add_argument("--rows", nargs="*", type=int, default=[128, 16, 1, 512], help="of decode steps")
+    parser.add_argument("--prefill", nargs="+", type=int, default=[], metavar="ROWS", help="of a prompt's chunk")
     parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 65536, 4096], help="tokens of each request")
     parser.add_argument("--tables", nargs="+", choices=("device", "host"), default=["device"], help="Engram's")
     parser.add_argument("--table-rows", type=int, default=ENGRAM_BASE, help="of each hash column of a table, about")
@@ -67,9 +73,15 @@ def main() -> int:
     if ceilings is not None:
         write({"op": "ceilings", **dataclasses.asdict(ceilings), **facts})
     cases = [
-        DecodeCase(num_rows=rows, context=context, num_experts=args.experts)
+        StepLoad(num_rows=rows, context=context, num_experts=args.experts)
         for context in args.contexts
         for rows in args.rows
+    ]
+    cases += [
+        StepLoad(num_rows=rows, rows_each=rows, context=context, num_experts=args.experts)
+        for context in args.contexts
+        for rows in args.prefill
+        if rows <= context
     ]
     is_good = []
     for place in args.tables:
@@ -85,13 +97,14 @@ def main() -> int:
 def run_cell(
     config: RuntimeConfig,
     params: Params,
-    case: DecodeCase,
+    case: StepLoad,
     ceilings: kernel_bench.Ceilings | None,
     args: argparse.Namespace,
     facts: dict[str, str],
 ) -> bool:
     """Writes the line of one case; False where it failed, in which case the line says why."""
-    head = {"op": "step_decode", "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
+    op = "step_prefill" if case.rows_each > 1 else "step_decode"
+    head = {"op": op, "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
     head["tables"] = "host" if config.engram_on_host else "device"
     options = dict(text.split("=", 1) for text in args.option)
     head |= {"options": options} if options else {}
@@ -112,13 +125,15 @@ def run_cell(
         write({**head, "error": str(error)[:1000], **facts})
         return False
     trace = traced(compiled, params, state, inputs)
-    num_bytes = step_bench.step_bytes(config, params, case)
-    fraction = None if ceilings is None else round(1e6 * num_bytes / ceilings.bytes_per_s / median_us, 4)
+    num_bytes, flops = step_bytes(config, params, case), step_flops(config, case)
+    least_us, bound = (None, None) if ceilings is None else floor_us(num_bytes, flops, ceilings)
     record = {
         **head,
         "median_us": round(median_us, 1),
         "bytes": num_bytes,
-        "fraction": fraction,
+        "flops": flops,
+        "bound": bound,
+        "fraction": None if least_us is None else round(least_us / median_us, 4),
         "tokens_per_s": round(1e6 * case.num_rows / median_us, 1),
         "kernels_per_step": step_bench.counted_kernels(compiled) if trace is None else trace.kernels,
         "kernels_from": "program text" if trace is None else "profile",
@@ -145,7 +160,7 @@ def traced(compiled: Any, params: Params, state: Any, inputs: tuple[Any, Any]) -
         return None
 
 
-def check_cell(config: RuntimeConfig, case: DecodeCase, facts: dict[str, str]) -> bool:
+def check_cell(config: RuntimeConfig, case: StepLoad, facts: dict[str, str]) -> bool:
     """Writes how far the logits are from those of the reference; False where the comparison failed."""
     head = {"op": "step_check", "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
     try:

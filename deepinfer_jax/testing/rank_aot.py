@@ -88,14 +88,14 @@ def compile_rank(case: RankCase) -> RankStep:
 
 
 def step_of(case: RankCase) -> tuple[Any, Any]:
-    """The configuration of the step, and its `DecodeCase`."""
+    """The configuration of the step, and its `StepLoad`."""
     from deepinfer_jax.config.released import load_config
     from deepinfer_jax.config.runtime import RuntimeConfig
-    from deepinfer_jax.testing.rank_model import DecodeCase, rank_model
+    from deepinfer_jax.testing.rank_model import StepLoad, rank_model
 
     model = rank_model(load_config(shipped_config(case.model)), num_layers=case.num_layers)
     config = RuntimeConfig(model=model, target="nvidia", is_invariant=False, kernels=case.kernels)
-    return config, DecodeCase(num_rows=case.num_rows, context=case.context, num_experts=case.num_experts)
+    return config, StepLoad(num_rows=case.num_rows, context=case.context, num_experts=case.num_experts)
 
 
 def abstract_arguments(case: RankCase) -> tuple[Any, ...]:

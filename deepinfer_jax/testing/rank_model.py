@@ -150,33 +150,53 @@ def _moments(spec: LeafSpec) -> tuple[np.float32, np.float32]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeCase:
-    """One decode step: so many requests, each with a context of so many tokens, this step's row included."""
+class StepLoad:
+    """One step: so many requests with equally many rows each, which are the newest of so many tokens."""
 
     num_rows: int
-    context: int
+    context: int  # tokens of each request, this step's rows included
     num_experts: int  # routed experts of this rank
+    rows_each: int = 1  # of a request: more than one for a chunk of a prompt
+
+    def __post_init__(self) -> None:
+        if self.num_rows % self.rows_each or not 1 <= self.rows_each <= self.context:
+            raise ValueError(
+                f"{self.num_rows} rows, {self.rows_each} of each request, do not go into requests of {self.context} "
+                "tokens; give a multiple, and a context that holds the rows"
+            )
 
     @property
     def name(self) -> str:
-        """The case in a result line."""
-        return f"{self.num_rows} rows, context {self.context}"
+        """The load in a result line."""
+        count = self.num_requests
+        prompts = "" if self.rows_each == 1 else " of one prompt" if count == 1 else f" of {count} prompts"
+        return f"{self.num_rows} rows{prompts}, context {self.context}"
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have rows."""
+        return self.num_rows // self.rows_each
 
     def num_pages(self, config: RuntimeConfig) -> int:
         """Pages of one request."""
         return -(-self.context // config.page_tokens)
 
+    def positions(self) -> Int[np.ndarray, " T"]:
+        """Of the rows, request after request."""
+        first = self.context - self.rows_each
+        return np.tile(np.arange(first, self.context, dtype=np.int32), self.num_requests)
+
     def batch(self, config: RuntimeConfig) -> StepBatch:
-        """Rows of distinct slots, each with pages of its own that are not neighbours."""
-        rows, pages = self.num_rows, self.num_pages(config)
-        order = np.random.default_rng(0).permutation(rows * pages).astype(np.int32)
-        slots = np.arange(rows, dtype=np.int32)
+        """Rows of distinct slots, each with pages of its own that are not neighbours; logits of the newest rows."""
+        slots, pages = self.num_requests, self.num_pages(config)
+        order = np.random.default_rng(0).permutation(slots * pages).astype(np.int32)
+        tokens = np.random.default_rng(1).integers(3, config.model.vocab_size, self.num_rows)
         return StepBatch(
-            tokens=jnp.asarray(np.random.default_rng(1).integers(3, config.model.vocab_size, rows), jnp.int32),
-            positions=jnp.full(rows, self.context - 1, jnp.int32),
-            slots=jnp.asarray(slots),
-            page_table=jnp.asarray(order.reshape(rows, pages)),
-            logit_rows=jnp.asarray(slots),
+            tokens=jnp.asarray(tokens, jnp.int32),
+            positions=jnp.asarray(self.positions()),
+            slots=jnp.asarray(np.repeat(np.arange(slots, dtype=np.int32), self.rows_each)),
+            page_table=jnp.asarray(order.reshape(slots, pages)),
+            logit_rows=jnp.arange(self.rows_each - 1, self.num_rows, self.rows_each, dtype=jnp.int32),
         )
 
     def experts(self, config: RuntimeConfig) -> dict[str, Int[Array, "T A"]]:
@@ -197,7 +217,7 @@ class DecodeCase:
 
     def state(self, config: RuntimeConfig) -> State:
         """Caches with random entries in every place."""
-        slots, pages = self.num_rows, self.num_rows * self.num_pages(config)
+        slots, pages = self.num_requests, self.num_requests * self.num_pages(config)
 
         def make() -> State:
             state = init_state(config, num_slots=slots, num_pages=pages)

@@ -1,4 +1,4 @@
-"""Decode steps of one rank of the real model, timed on the device at hand (`scripts/bench_steps.py`)."""
+"""Steps of one rank of the real model, timed on the device at hand (`scripts/bench_steps.py`)."""
 
 import dataclasses
 import glob
@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax.config.roles import layer_roles
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.steps import COMPILER_OPTIONS, pack_experts
-from deepinfer_jax.kernels.experts.api import HopperMatrix
 from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import StepBatch
 from deepinfer_jax.model.kernel_weights import for_kernels
@@ -24,7 +22,7 @@ from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.shardings import HOST_MEMORY
 from deepinfer_jax.model.state import State
 from deepinfer_jax.testing import hlo
-from deepinfer_jax.testing.rank_model import DecodeCase, rank_params
+from deepinfer_jax.testing.rank_model import StepLoad, rank_params
 
 # step(params, state, batch, experts) -> logits, state
 Step = Callable[[Params, State, StepBatch, Mapping[str, Any]], tuple[jax.Array, State]]
@@ -51,7 +49,7 @@ def make_params(config: RuntimeConfig, *, num_experts: int, seed: int = 0) -> Pa
 
 
 def compile_step(
-    config: RuntimeConfig, params: Params, state: State, case: DecodeCase, options: Mapping[str, Any] | None = None
+    config: RuntimeConfig, params: Params, state: State, case: StepLoad, options: Mapping[str, Any] | None = None
 ) -> Any:
     """The step for these shapes; arguments may be shape structs. options: more of them for the compiler."""
     lowered = jitted_step(config).lower(params, state, case.batch(config), case.experts(config))
@@ -66,45 +64,6 @@ def jitted_step(config: RuntimeConfig) -> Any:
         return output.logits, state
 
     return jax.jit(step, donate_argnums=(1,), compiler_options=COMPILER_OPTIONS)
-
-
-def step_bytes(config: RuntimeConfig, params: Params, case: DecodeCase) -> int:
-    """Bytes that one step must move: each once, if every layer finds nothing of another one in a cache.
-
-    Weights are read once: of routed experts those that some row chose, of embedding and Engram tables the rows that are
-    looked up, everything else whole. Of caches each row reads its window in every layer, the selected entries in every
-    layer that has them, and the index keys that each index source scores. Logits are written. Activations and the
-    written entries are not counted.
-    """
-    model, rows = config.model, case.num_rows
-    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))  # noqa: E731
-    looked_up = (params.embed, params.engram.embed, params.engram.token_map)
-    # Scales that have become steps stay for the reference, and no kernel reads them.
-    is_packed = lambda node: isinstance(node, HopperMatrix)  # noqa: E731
-    matrices = jax.tree.leaves(params.moe.experts, is_leaf=is_packed)
-    routed = size(params.moe.experts) - size([w.scale for w in matrices if is_packed(w)])
-    total = size(params) - size(params.moe.experts) - size(looked_up)
-    one_expert = routed // (model.num_hidden_layers * case.num_experts)
-    for ids in case.experts(config).values():
-        chosen = np.unique(np.asarray(ids))
-        total += one_expert * int((chosen < case.num_experts).sum())
-    total += rows * model.hidden_size * params.embed.dtype.itemsize
-    total += rows * len(model.engram_layer_ids) * model.engram_columns * model.engram_head_dim * 33 // 32
-    window_row, main_row, index_row = (
-        model.head_dim * 33 // 32,
-        model.head_dim * 9 // 16,
-        model.index_head_dim * 17 // 32,
-    )
-    for role in layer_roles(model):
-        total += rows * min(model.sliding_window, case.context) * window_row
-        if not role.ratio:
-            continue
-        visible = case.context // role.ratio
-        total += rows * min(model.index_topk, visible) * main_row
-        if role.index_ordinal >= 0:
-            listed = model.candidate_topk_blocks * model.candidate_block_size if role.uses_candidates else visible
-            total += rows * min(listed, visible) * index_row
-    return total + rows * model.vocab_size * 4
 
 
 def device_bytes() -> int | None:
@@ -186,13 +145,13 @@ def counted_kernels(compiled: Any) -> int:
     return sum(times.get(one.computation, 0) for one in found if not one.is_fused and one.opcode in launched)
 
 
-def compare_logits(config: RuntimeConfig, case: DecodeCase, names: tuple[str, str], *, seed: int = 0) -> float:
+def compare_logits(config: RuntimeConfig, case: StepLoad, names: tuple[str, str], *, seed: int = 0) -> float:
     """|a - b| / |b| of the logits of one step through two choices of kernels, on equal weights, caches and inputs."""
     a, b = (next(_logits(dataclasses.replace(config, kernels=name), case, seed, (0.0,))) for name in names)
     return _distance(a, b)
 
 
-def sensitivity(config: RuntimeConfig, case: DecodeCase, *, shares: Sequence[float], seed: int = 0) -> list[float]:
+def sensitivity(config: RuntimeConfig, case: StepLoad, *, shares: Sequence[float], seed: int = 0) -> list[float]:
     """|a - b| / |b| of the logits where such a share of the embeddings' values differs by one unit in the last place.
 
     What a step makes of differences that no two implementations avoid: roundings to four bits and choices of entries.
@@ -201,7 +160,7 @@ def sensitivity(config: RuntimeConfig, case: DecodeCase, *, shares: Sequence[flo
     return [_distance(a, b) for a in moved]
 
 
-def _logits(config: RuntimeConfig, case: DecodeCase, seed: int, shares: Iterable[float]) -> Iterator[np.ndarray]:
+def _logits(config: RuntimeConfig, case: StepLoad, seed: int, shares: Iterable[float]) -> Iterator[np.ndarray]:
     """Logits of a step, for each share of moved values; the device holds one model at a time."""
     params = make_params(config, num_experts=case.num_experts, seed=seed)
     step = compile_step(config, params, jax.eval_shape(lambda: case.state(config)), case)

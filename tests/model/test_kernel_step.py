@@ -23,7 +23,7 @@ from deepinfer_jax.kernels.linear import mosaic_sm90 as linear
 from deepinfer_jax.model.moe import needs_quantized_rows
 from deepinfer_jax.model.variants import layer_weights
 from deepinfer_jax.testing import assembly, rank_aot
-from deepinfer_jax.testing.rank_model import DecodeCase, rank_model
+from deepinfer_jax.testing.rank_model import StepLoad, rank_model
 from deepinfer_jax.testing.step_bench import compare_logits, jitted_step
 
 NAME = "mosaic_sm90"
@@ -138,5 +138,5 @@ def test_a_layer_through_the_kernels_is_that_of_the_reference(interpreted):
     assert {choices[op] for op in ("attention", "experts", "grouped_linear", "hyper", "indexer", "linear")} == {
         "mosaic_sm90"
     }
-    case = DecodeCase(num_rows=3, context=130, num_experts=8)
+    case = StepLoad(num_rows=3, context=130, num_experts=8)
     assert compare_logits(config, case, ("mosaic_sm90", "reference")) < LOGITS_REL_L2

@@ -12,7 +12,9 @@ from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.model.leaves import LeafSpec
 from deepinfer_jax.ops.quant import ScaledArray, dequantize
 from deepinfer_jax.testing import compare, step_bench
-from deepinfer_jax.testing.rank_model import DecodeCase, rank_model, rank_params, rank_schema
+from deepinfer_jax.testing.kernel_bench import Ceilings
+from deepinfer_jax.testing.rank_model import StepLoad, rank_model, rank_params, rank_schema
+from deepinfer_jax.testing.step_work import floor_us, step_bytes, step_flops
 
 TINY = load_config(shipped_config("model/tiny.json"))
 RELEASED = load_config(shipped_config("model/deepseek-v4.1-flash.json"))
@@ -59,12 +61,12 @@ def test_weights_keep_rows_of_order_one():
 
 
 def test_bytes_are_those_of_the_released_rank():
-    config, case = config_of(rank_model(RELEASED)), DecodeCase(num_rows=128, context=8192, num_experts=48)
+    config, case = config_of(rank_model(RELEASED)), StepLoad(num_rows=128, context=8192, num_experts=48)
     params = jax.eval_shape(lambda: rank_params(config.model, num_experts=48))
     experts = 40 * 48 * 3 * 5120 * 2304 * 17 // 32  # every expert is hit
     caches = 128 * (40 * 128 * 528 + 38 * 512 * 288 + (3 * 4096 + 8192 + 4 * 8192) * 68)
     logits = 128 * 129280 * 4
-    found = step_bench.step_bytes(config, params, case)
+    found = step_bytes(config, params, case)
     others = found - experts - caches - logits
     attention = 1280 * 5120 + 32768 * 1280 + 512 * 5120 + 8192 * 4096 + 5120 * 8192
     assert others == pytest.approx(40 * (attention + 3 * 5120 * 2304) + 2 * 129280 * 5120, rel=0.12)
@@ -74,13 +76,52 @@ def test_experts_that_no_row_chose_are_not_read():
     config = config_of(rank_model(RELEASED, num_layers=1))
     params = jax.eval_shape(lambda: rank_params(config.model, num_experts=48))
     one, two = (
-        step_bench.step_bytes(config, params, DecodeCase(num_rows=1, context=context, num_experts=48))
-        for context in (4096, 8192)
+        step_bytes(config, params, StepLoad(num_rows=1, context=context, num_experts=48)) for context in (4096, 8192)
     )
     assert two - one == 4096 * 68  # the candidate source scores so many entries more
-    chosen = DecodeCase(num_rows=1, context=4096, num_experts=48).experts(config)["layers.0.router_ids"]
+    chosen = StepLoad(num_rows=1, context=4096, num_experts=48).experts(config)["layers.0.router_ids"]
     assert len(np.unique(np.asarray(chosen))) == 6
     assert one < 48 * 3 * 5120 * 2304 * 17 // 32 + 2 * 129280 * 5120
+
+
+def test_products_are_those_of_the_released_rank():
+    config, load = (
+        config_of(rank_model(RELEASED)),
+        StepLoad(num_rows=8192, rows_each=8192, context=8192, num_experts=48),
+    )
+    flops = step_flops(config, load)
+    projections = 1280 * 5120 + 32768 * 1280 + 512 * 5120 + 5120 * 8192
+    fp8 = 40 * (projections + 3 * 5120 * 2304) + 2 * 25600 * 6144 + 8 * 4096 * 1280
+    scores = 2 * 32 * 128 * (3 * sum(t // 2 for t in range(1, 8193)) + 5 * sum(range(1, 8193)))
+    assert flops["fp8"] == pytest.approx(2 * 8192 * fp8 + scores, rel=1e-9)
+    experts, keys = 40 * 6 * 3 * 5120 * 2304, 38 * 640 + 2 * 128
+    others = 40 * (8192 * 4096 + 384 * 5120 + 2 * 24 * 20480)
+    assert flops["bf16"] == pytest.approx(8192 * (2 * (experts + others) + 4 * 64 * 512 * keys), rel=0.02)
+
+
+def test_a_chunk_reads_caches_once_for_all_of_its_rows():
+    config = config_of(rank_model(RELEASED, num_layers=1))
+    params = jax.eval_shape(lambda: rank_params(config.model, num_experts=48))
+    chunk = StepLoad(num_rows=64, rows_each=64, context=4096, num_experts=48)
+    others = StepLoad(num_rows=64, context=4096, num_experts=48)
+    logits = 63 * 129280 * 4
+    caches = 64 * (128 * 528 + 512 * 288 + 4096 * 68) - (191 * 528 + 4096 * 288 + 4096 * 68)
+    assert step_bytes(config, params, others) - step_bytes(config, params, chunk) == logits + caches
+    batch = chunk.batch(config)
+    assert batch.positions[0] == 4032 and batch.positions[-1] == 4095
+    assert batch.logit_rows.tolist() == [63] and set(batch.slots.tolist()) == {0}
+
+
+@pytest.mark.parametrize("rows_each, context", [(3, 8), (8, 4)])
+def test_rows_that_do_not_go_into_requests_are_refused(rows_each, context):
+    with pytest.raises(ValueError, match="do not go into requests"):
+        StepLoad(num_rows=8, rows_each=rows_each, context=context, num_experts=4)
+
+
+def test_the_floor_is_what_takes_longer():
+    ceilings = Ceilings(bytes_per_s=1e12, flops_per_s={"fp8": 2e15, "bf16": 1e15})
+    assert floor_us(10**6, {"fp8": 2e9, "bf16": 3e9}, ceilings) == (pytest.approx(4.0), "compute")
+    assert floor_us(10**7, {"fp8": 2e9, "bf16": 3e9}, ceilings) == (pytest.approx(10.0), "bandwidth")
 
 
 def test_a_profile_is_read_as_kernels_time_and_gaps():
