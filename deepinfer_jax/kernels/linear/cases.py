@@ -1,4 +1,4 @@
-"""Sizes at which linear layers are tested and timed: the released widths, decode rows."""
+"""Sizes at which linear layers are tested and timed: the released widths, rows of decode steps and of a chunk."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,8 @@ SCALED_SHAPES = {"wq_a_wkv": (5120, 1792), "wq_b": (1280, 32768), "wo_b": (8192,
 # name: groups, columns and rows of the weights of one group
 BF16_SHAPES = {"wo_a": (8, 4096, 1024), "router": (1, 5120, 384), "head": (1, 5120, 129280)}
 ROWS = (128, 16, 1, 512, 64)
-TARGET_ROWS = 128
+PREFILL_ROWS = 8192
+TARGET_ROWS = (128, PREFILL_ROWS)
 # One bfloat16 rounding of sums in another order; an FP8 instruction drops what lies 2^-13 below its largest product.
 TOLERANCE = 3e-3
 FAMILIES_SM100 = ("tcgen05.commit", "tcgen05.ld", "cp.async.bulk.tensor")
@@ -109,9 +110,9 @@ def _scaled_case(name: str, num_rows: int) -> Case:
         rate="fp8",
         tolerance=TOLERANCE,
         keep_rows=keep_rows,
-        cut_rows=cut_rows if num_rows >= TARGET_ROWS else None,
+        cut_rows=cut_rows if num_rows >= TARGET_ROWS[0] else None,
         num_rows=num_rows,
-        has_target=num_rows == TARGET_ROWS,
+        has_target=num_rows in TARGET_ROWS,
         families={
             "mosaic_sm90": ("wgmma.mma_async.sync.aligned", "k32.f32.e4m3.e4m3", "cp.async.bulk.tensor"),
             "mosaic_sm100": (
@@ -151,9 +152,9 @@ def _bf16_case(name: str, num_rows: int) -> Case:
         flops=2 * num_rows * groups * num_outputs * width,
         tolerance=TOLERANCE,
         keep_rows=keep_rows,
-        cut_rows=cut_rows if num_rows >= TARGET_ROWS else None,
+        cut_rows=cut_rows if num_rows >= TARGET_ROWS[0] else None,
         num_rows=num_rows,
-        has_target=num_rows == TARGET_ROWS,
+        has_target=num_rows in TARGET_ROWS,
         families={
             "mosaic_sm90": ("wgmma.mma_async.sync.aligned", "k16.f32.bf16.bf16", "cp.async.bulk.tensor"),
             "mosaic_sm100": ("tcgen05.mma.cta_group::1.kind::f16", *FAMILIES_SM100),
@@ -163,6 +164,7 @@ def _bf16_case(name: str, num_rows: int) -> Case:
 
 
 CASES = (
-    *(_scaled_case(name, num_rows) for name in SCALED_SHAPES for num_rows in ROWS),
+    *(_scaled_case(name, num_rows) for name in SCALED_SHAPES for num_rows in (*ROWS, PREFILL_ROWS)),
     *(_bf16_case(name, num_rows) for name in BF16_SHAPES for num_rows in ROWS),
+    _bf16_case("wo_a", PREFILL_ROWS),
 )
