@@ -49,7 +49,7 @@ def test_released_shape_decodes_through_every_kernel():
 def test_released_shape_multiplies_through_kernels_for_blackwell():
     choices = step_choices(runtime("deepseek-v4.1-flash", kernels="mosaic_sm100"), num_rows=128)
     taken = {op for op, choice in choices.items() if choice == "mosaic_sm100"}
-    assert taken == OPS.keys() - {"attention", "rms_norm"}
+    assert taken == OPS.keys() - {"rms_norm"}
 
 
 def test_prompts_go_through_the_same_kernels():

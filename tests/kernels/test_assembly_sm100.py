@@ -14,6 +14,8 @@ CASES = [
     ("linear", "wo_b_512_rows"),
     ("linear", "wo_a_128_rows"),
     ("linear", "head_16_rows"),
+    ("attention", "decode_128_rows"),
+    ("indexer", "decode_16_rows_of_65536"),
     ("indexer", "best_512_of_128_rows_of_8192"),
     ("indexer", "best_512_of_16_rows_of_1048576"),
     ("host_rows", "codes_128_rows"),

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from deepinfer_jax.kernels import fp4_codes
 from deepinfer_jax.kernels.experts import cases, left_sm100, mosaic_sm90, mosaic_sm100, packed
 from deepinfer_jax.kernels.experts.mosaic_sm90 import KernelTiling, Tiling
 from deepinfer_jax.kernels.experts.rows import column_order, folded_rows, natural_order
@@ -141,9 +142,9 @@ def test_codes_of_weights_times_row_scales_are_the_weights(span):
 
 
 def test_table_of_codes_holds_the_magnitudes():
-    for step in (0, packed.TOP_STEP):
-        low = np.uint32(packed.CODES_LOW + step * 0x01010100)
-        high = np.uint32(packed.CODES_HIGH + step * 0x01010101)
+    for step in (0, fp4_codes.TOP_STEP):
+        low = np.uint32(fp4_codes.CODES_LOW + step * 0x01010100)
+        high = np.uint32(fp4_codes.CODES_HIGH + step * 0x01010101)
         codes = np.asarray([low, high], "<u4").view(jnp.float8_e5m2)
         least = 2.0**-13 * 2.0 ** (step / 4)
         np.testing.assert_array_equal(codes.astype(np.float32), least * np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6]))
@@ -154,8 +155,8 @@ def test_words_of_threads_meet_their_columns():
     arranged = packed.pack_experts(cases.random_experts(jax.random.key(5), 32, 256, num_experts=1))
     words = np.asarray(arranged.payload[0]).view("<u4").reshape(32, 4, 2, 4)  # row, q, j, i
     steps = np.asarray(arranged.steps[0, :, 0]).reshape(32, 4, 2).astype(np.uint32)
-    low = (packed.CODES_LOW + steps * 0x01010100)[..., None]
-    high = (packed.CODES_HIGH + steps * 0x01010101)[..., None]
+    low = (fp4_codes.CODES_LOW + steps * 0x01010100)[..., None]
+    high = (fp4_codes.CODES_HIGH + steps * 0x01010101)[..., None]
     table = np.stack(np.broadcast_arrays(low, high), axis=-1).astype("<u4").view(np.uint8)[..., 0, :]
 
     def chosen(selector):

@@ -95,7 +95,7 @@ def test_kernels_for_nvidia_exist_for_ops_of_a_layer_and_are_not_automatic():
     assert found == OPS.keys() - {"rms_norm"}
     asked = names(OPS, Backend(target="nvidia", kernels="mosaic_sm100"))
     found = {op for op, impls in asked.items() if impls == ("mosaic_sm100", REFERENCE)}
-    assert found == OPS.keys() - {"attention", "rms_norm"}
+    assert found == OPS.keys() - {"rms_norm"}
     assert set(names(OPS, Backend(target="nvidia")).values()) == {(REFERENCE,)}
 
 

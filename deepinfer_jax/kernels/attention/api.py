@@ -1,13 +1,15 @@
 """Attention of a step's rows over a window and selected entries, by whatever the backend has for it."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
-from deepinfer_jax.kernels.attention import cann, mosaic_sm90
+from deepinfer_jax.kernels.attention import cann, mosaic_sm90, mosaic_sm100
 from deepinfer_jax.kernels.attention.keys import KeySources, LoadPlaces, RowPlaces, entry_loader, window_loader
 from deepinfer_jax.kernels.calls import shared_call
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
@@ -43,27 +45,30 @@ def _reference(
     return map_rows(on_tile, q, places, entries, tile=tile, num_live=num_live, has_fixed_trips=has_fixed_trips)
 
 
-def _sm90(
-    q: Float[Array, "T H K"],
-    sources: KeySources,
-    places: RowPlaces,
-    entries: Int[Array, "T N"],
-    sink: Float32[Array, " H"],
-    num_live: Int[Array, ""],
-    *,
-    tile: int,
-    has_fixed_trips: bool,
-) -> Float[Array, "T H K"]:
-    """Whole rings and pages are operands, read where they are."""
-    layer, source = (jnp.asarray(index, jnp.int32) for index in (sources.layer, sources.source))
-    sources = dataclasses.replace(sources, layer=layer, source=source)
-    run = shared_call(mosaic_sm90.attend, tile=tile, has_fixed_trips=has_fixed_trips)
-    return run(q, sources, places, entries, sink, num_live)
+def _kernel(module: Any) -> tuple[Callable[..., Array], Callable[..., str | None]]:
+    """Its `attend`, and why it refuses."""
+
+    def run(
+        q: Float[Array, "T H K"],
+        sources: KeySources,
+        places: RowPlaces,
+        entries: Int[Array, "T N"],
+        sink: Float32[Array, " H"],
+        num_live: Int[Array, ""],
+        **static: Any,
+    ) -> Float[Array, "T H K"]:
+        """Whole rings and pages are operands, read where they are."""
+        layer, source = (jnp.asarray(index, jnp.int32) for index in (sources.layer, sources.source))
+        sources = dataclasses.replace(sources, layer=layer, source=source)
+        return shared_call(module.attend, **static)(q, sources, places, entries, sink, num_live)
+
+    return run, module.refuses
 
 
 IMPLS = (
     Impl(name="cann", fn=cann.attend_rows, targets=(ASCEND,), refuses=cann.refuses),
-    registry.mosaic_sm90(_sm90, mosaic_sm90.refuses),
+    registry.mosaic_sm90(*_kernel(mosaic_sm90)),
+    registry.mosaic_sm100(*_kernel(mosaic_sm100)),
     Impl(name=REFERENCE, fn=_reference),
 )
 

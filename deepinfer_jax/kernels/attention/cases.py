@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from deepinfer_jax.config.runtime import Backend
-from deepinfer_jax.kernels.attention import api, mosaic_sm90
+from deepinfer_jax.kernels.attention import api, mosaic_sm90, mosaic_sm100
 from deepinfer_jax.kernels.attention.keys import KeySources, RowPlaces
 from deepinfer_jax.kernels.case import REFERENCE, Case
 from deepinfer_jax.ops.quant import FP8_GROUP, MAIN_KV_GROUP, ScaledArray
@@ -22,11 +22,19 @@ CONTEXT = 4096  # entries of each request, of which ENTRIES are selected
 ROW_BYTES = ENTRIES * (WIDTH // 2 + WIDTH // MAIN_KV_GROUP) + WINDOW * (WIDTH + WIDTH // FP8_GROUP)
 # Sums in another order and approximate exponentials; a probability or a result may round to a neighbour.
 TOLERANCE = 5e-4
-FAMILIES = (
-    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
-    "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
-    "cp.async.bulk.tensor",
-)
+FAMILIES = {
+    "mosaic_sm90": (
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
+        "cp.async.bulk.tensor",
+    ),
+    "mosaic_sm100": (
+        "tcgen05.mma.cta_group::1.kind::f16",
+        "tcgen05.ld",
+        "tcgen05.commit",
+        "cp.async.bulk.tensor",
+    ),
+}
 
 
 def random_fp8(key: Array, *shape: int) -> ScaledArray:
@@ -109,6 +117,7 @@ def _case(num_rows: int) -> Case:
         implementations={
             REFERENCE: functools.partial(api.attend, **given, backend=Backend(kernels=REFERENCE)),
             "mosaic_sm90": functools.partial(mosaic_sm90.attend, **given),
+            "mosaic_sm100": functools.partial(mosaic_sm100.attend, **given),
         },
         num_bytes=num_rows * (ROW_BYTES + 2 * HEADS * WIDTH * 2),
         flops=num_rows * 4 * HEADS * (WINDOW + ENTRIES) * WIDTH,
@@ -117,7 +126,7 @@ def _case(num_rows: int) -> Case:
         num_rows=num_rows,
         has_target=num_rows == TARGET_ROWS,
         reference_calls=1,
-        families={"mosaic_sm90": FAMILIES},
+        families=FAMILIES,
         peers={"torch_gathered_bf16": functools.partial(_torch_dense, num_rows=num_rows)},
     )
 

@@ -3,26 +3,21 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 from jaxtyping import Array, Float
 
 from deepinfer_jax.kernels import mosaic
 from deepinfer_jax.kernels.experts.nibbles import decoded
 from deepinfer_jax.kernels.experts.packed import CHUNK, GROUPS, decode_chunk
 from deepinfer_jax.kernels.experts.rows import column_order
+from deepinfer_jax.kernels.fp4_codes import BY_ROW, ROWS, rows_of_codes
 from deepinfer_jax.kernels.ptx import inline, line_tiles
 
-ROWS = 128  # of a tile; a thread has one
 HALVES = 2  # of a chunk
 HALF = CHUNK // HALVES  # columns, in the order of `rows.column_order`
 LINE = HALF  # bytes of a packed row of a chunk
 QUADS, WORDS = 4, 4  # groups of a half, and words of a group
-# What tensor memory takes from registers: a row for each thread, four codes in each word.
-BY_ROW = plgpu.Layout.TILED(plgpu.Tiling(((ROWS, 4), (32, 4))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
 
 
 def decoded_half(weights: Any, steps: Any, *, half: int, interpret: mosaic.Interpret) -> Float[Array, "M K"]:
@@ -48,7 +43,7 @@ def decoded_half(weights: Any, steps: Any, *, half: int, interpret: mosaic.Inter
             at = mosaic.iadd(line, mosaic.ixor(swizzle, 16 * group))
             words = decoded(mosaic.load_words(at, WORDS), mosaic.load_byte(steps_at, group))
             codes |= {word_place(q, i, h): words[i][h] for i in range(WORDS) for h in range(2)}
-        return _array([codes[place] for place in range(len(codes))])
+        return rows_of_codes([codes[place] for place in range(len(codes))])
 
     return inline(emit, (plgpu.RefType(line_tiles(LINE, LINE)), plgpu.RefType()), result)(weights, steps)
 
@@ -56,13 +51,3 @@ def decoded_half(weights: Any, steps: Any, *, half: int, interpret: mosaic.Inter
 def word_place(q: int, i: int, h: int) -> int:
     """Which word of a row of a half has the codes of four weights h of word i of its group of number q."""
     return 8 * i + 4 * h + q
-
-
-def _array(words: list[mosaic.Register]) -> Any:
-    """The array whose row this thread has, from words of four codes."""
-    codes = ir.VectorType.get((4,), ir.Float8E5M2Type.get())
-    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-    registers = [vector.bitcast(codes, vector.from_elements(one, [word])) for word in words]
-    layout = BY_ROW.to_mgpu()
-    grid = np.array(registers, dtype=object).reshape(layout.registers_shape((ROWS, HALF)))
-    return mgpu.FragmentedArray(_registers=grid, _layout=layout, _is_signed=None)

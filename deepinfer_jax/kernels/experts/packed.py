@@ -1,13 +1,13 @@
 """Weights of routed experts as their kernels read them: E2M1 codes that become E5M2, scales folded in.
 
-E2M1 times a power of two is exact in E5M2 for 27 neighbouring exponents. So each row has one float32 scale, and each
-group of 32 columns a byte that is added to the table of E5M2 codes which the nibbles choose from.
+`fp4_codes` says how codes are made. Each row has one float32 scale, and each group of 32 columns a byte, its step.
 """
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, UInt8, UInt32
 
+from deepinfer_jax.kernels.fp4_codes import MAGNITUDES, TOP_FACTOR, TOP_STEP
 from deepinfer_jax.kernels.mosaic import GROUP, scale_of
 from deepinfer_jax.ops.quant import ScaledArray, decode_e8m0, decode_fp4
 from deepinfer_jax.pytree import pytree_dataclass
@@ -15,12 +15,6 @@ from deepinfer_jax.pytree import pytree_dataclass
 ROW_BLOCK = 32  # rows whose steps of a chunk lie together
 CHUNK = 256  # columns
 GROUPS = CHUNK // GROUP
-# E5M2 codes of the magnitudes 0, 0.5, 1, 1.5 and 2, 3, 4, 6, first in the lowest byte, where 0.5 is the least normal
-# number, 2^-14. A step of 4 doubles all but the zero.
-CODES_LOW, CODES_HIGH = 0x0A080400, 0x12100E0C
-TOP_STEP = 4 * 26  # of a row's largest scale: 6 becomes 1.5 * 2^15, which is the largest number with such a mantissa
-TOP_FACTOR = 2.0 ** (26 - 13)  # what codes with that step mean, as a multiple of their value
-_MAGNITUDES = 0x77777777
 
 
 @pytree_dataclass
@@ -92,7 +86,7 @@ def with_signs_at_home(payload: UInt8[Array, "*B M"]) -> UInt8[Array, "*B M"]:
     for k in range(4):
         signs |= (words >> (4 * k)) & jnp.uint32(8 << 4 * k)
         signs |= (words << (12 - 4 * k)) & jnp.uint32(8 << 16 + 4 * k)
-    return _bytes((words & jnp.uint32(_MAGNITUDES)) | signs)
+    return _bytes((words & jnp.uint32(MAGNITUDES)) | signs)
 
 
 def _with_signs_apart(payload: UInt8[Array, "*B M"]) -> UInt8[Array, "*B M"]:
@@ -101,7 +95,7 @@ def _with_signs_apart(payload: UInt8[Array, "*B M"]) -> UInt8[Array, "*B M"]:
     for k in range(4):
         signs |= (words << (4 * k)) & jnp.uint32(8 << 8 * k)
         signs |= (words >> (12 - 4 * k)) & jnp.uint32(128 << 8 * k)
-    return _bytes((words & jnp.uint32(_MAGNITUDES)) | signs)
+    return _bytes((words & jnp.uint32(MAGNITUDES)) | signs)
 
 
 def _each_layer(payload: UInt8[Array, "*B M"]) -> UInt8[Array, "*B M"]:

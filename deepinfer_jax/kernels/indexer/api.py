@@ -10,12 +10,11 @@ from jaxtyping import Array, Float, Float32, Int
 from deepinfer_jax.config.runtime import Backend
 from deepinfer_jax.kernels import registry
 from deepinfer_jax.kernels.calls import shared_call
-from deepinfer_jax.kernels.indexer import cann, mosaic_sm90, plain_scores, topk
-from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, every_entry
-from deepinfer_jax.kernels.indexer.plain_scores import entry_scores
+from deepinfer_jax.kernels.indexer import cann, mosaic_sm90, mosaic_sm100, topk
+from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, every_entry, take_keys
 from deepinfer_jax.kernels.registry import ASCEND, REFERENCE, Impl, select
 from deepinfer_jax.ops import indexer
-from deepinfer_jax.ops.quant import ScaledArray
+from deepinfer_jax.ops.quant import ScaledArray, dequantize
 
 OP = "indexer"
 
@@ -31,8 +30,15 @@ def _reference(
     needs_scores: bool,
     has_fixed_trips: bool,
 ) -> IndexScores:
-    scores = entry_scores(queries, weights, listed, num_visible, keys, has_fixed_trips=has_fixed_trips)
     listed = every_entry(keys) if listed is None else listed
+    scores = indexer.score_entries(
+        queries,
+        weights,
+        listed,
+        lambda entries: dequantize(take_keys(keys, entries), queries.dtype),
+        num_visible,
+        has_fixed_trips=has_fixed_trips,
+    )
     entries, gap = indexer.top_entries(scores, listed, count=count)
     return IndexScores(entries=entries, gap=gap, scores=scores)
 
@@ -58,7 +64,7 @@ def _kernel(module: Any) -> tuple[Callable[..., IndexScores], Callable[..., str 
 IMPLS = (
     Impl(name="cann", fn=cann.best_entries, targets=(ASCEND,), refuses=cann.refuses),
     registry.mosaic_sm90(*_kernel(mosaic_sm90)),
-    registry.mosaic_sm100(*_kernel(plain_scores)),
+    registry.mosaic_sm100(*_kernel(mosaic_sm100)),
     Impl(name=REFERENCE, fn=_reference),
 )
 
@@ -105,14 +111,14 @@ def in_kernel(
     num_listed: int | None,
     backend: Backend,
 ) -> bool:
-    """Whether a Hopper kernel chooses for such queries (values do not count), which takes any number of rows at once.
+    """Whether a kernel chooses for such queries (values do not count), which takes any number of rows at once.
 
     num_listed: the width of the lists, None where all entries are asked for.
     """
-    if backend.kernels != registry.MOSAIC_SM90:
+    if backend.kernels not in registry.COMPUTE_CAPABILITIES:
         return False
     rows = queries.shape[0]
     listed = None if num_listed is None else indexer.pad_entries(jnp.zeros((rows, num_listed), jnp.int32))
     keys = EntryKeys(cache=cache, source=0, pages=jnp.zeros((rows, 1), jnp.int32), page_entries=page_entries)
     arrays = (queries, queries[:, :, 0], listed, jnp.zeros(rows, jnp.int32), keys)
-    return select(OP, IMPLS, backend, *arrays).name == registry.MOSAIC_SM90
+    return select(OP, IMPLS, backend, *arrays).name == backend.kernels

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from deepinfer_jax.kernels.case import REFERENCE, Case
-from deepinfer_jax.kernels.indexer import mosaic_sm90, topk
+from deepinfer_jax.kernels.indexer import mosaic_sm90, mosaic_sm100, topk
 from deepinfer_jax.kernels.indexer.keys import EntryKeys, take_keys
 from deepinfer_jax.ops import indexer
 from deepinfer_jax.ops.quant import INDEX_GROUP, ScaledArray, dequantize, quantize_index
@@ -22,7 +22,16 @@ SCORE_BYTES = 2
 # A sum of bfloat16 terms that differ by more than 2^10 may round to a neighbour in another order.
 TOLERANCE = 1e-4
 CHOICE_FAMILIES = ("red.shared.add.u32", "redux.sync.add.s32", "cp.async.cg.shared.global")
-FAMILIES = ("wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3", "cp.async.bulk.tensor")
+FAMILIES = {
+    "mosaic_sm90": ("wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3", "cp.async.bulk.tensor"),
+    "mosaic_sm100": (
+        "tcgen05.mma.cta_group::1.kind::f8f6f4",
+        "tcgen05.st.sync.aligned.32x32b",
+        "tcgen05.ld",
+        "tcgen05.commit",
+        "cp.async.bulk.tensor",
+    ),
+}
 
 
 def make_inputs(key: Array, *, num_rows: int, context: int) -> tuple[Any, ...]:
@@ -101,7 +110,11 @@ def _scores_case(num_rows: int, context: int) -> Case:
         op="index_scores",
         name=f"decode_{num_rows}_rows_of_{context}",
         make=functools.partial(make_inputs, num_rows=num_rows, context=context),
-        implementations={REFERENCE: reference_scores, "mosaic_sm90": mosaic_sm90.scores_of_pages},
+        implementations={
+            REFERENCE: reference_scores,
+            "mosaic_sm90": mosaic_sm90.scores_of_pages,
+            "mosaic_sm100": mosaic_sm100.scores_of_pages,
+        },
         num_bytes=num_rows * context * (KEY_BYTES + SCORE_BYTES),
         flops=num_rows * context * 2 * HEADS * WIDTH,
         rate="fp8",
@@ -110,7 +123,7 @@ def _scores_case(num_rows: int, context: int) -> Case:
         num_rows=num_rows,
         has_target=context > SHORT_CONTEXT,
         reference_calls=1,
-        families={"mosaic_sm90": FAMILIES},
+        families=FAMILIES,
         peers={"torch_bmm_bf16": functools.partial(_torch_scores, num_rows=num_rows, context=context)},
     )
 

@@ -23,10 +23,20 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
-from jaxtyping import Array, BFloat16, Int, UInt8
+from jaxtyping import Array, BFloat16, Int
 
-from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores, take_keys
-from deepinfer_jax.kernels.indexer.topk import best_listed, gap_behind
+from deepinfer_jax.kernels.indexer import page_scores
+from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores
+from deepinfer_jax.kernels.indexer.page_scores import (
+    GROUPS,
+    HEADS,
+    TILE,
+    WIDTH,
+    packed_queries,
+    page_operands,
+    refuses,
+    share,
+)
 from deepinfer_jax.kernels.mosaic import (
     FP4_CODE_FACTOR,
     Interpret,
@@ -46,35 +56,16 @@ from deepinfer_jax.kernels.mosaic import (
 )
 from deepinfer_jax.kernels.ptx import array_of, inline, line_tiles, load_shared, ptx
 from deepinfer_jax.ops.indexer import score_block
-from deepinfer_jax.ops.quant import FP8_MAX, INDEX_GROUP, decode_e4m3, decode_fp4, pow2ceil_exponent
+from deepinfer_jax.ops.quant import INDEX_GROUP, decode_e4m3, decode_fp4
 
-WIDTH, HEADS = 128, 32
-TILE = 64  # keys of one product
-_GROUPS = WIDTH // INDEX_GROUP
+__all__ = ["best_entries", "refuses", "scores_of_pages"]
+
 _STAGES = 8
 _NUM_BLOCKS = 528  # of the grid at least, where there is work for them: 132 SMs hold 4 each
 _KEY_TILES = line_tiles(WIDTH // 2, WIDTH // 2)
 _QUERY_TILES = line_tiles(WIDTH, WIDTH)
 _BY_KEY = plgpu.Layout.WGMMA.reduce(1)  # of a tile of products
 _COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
-
-
-def refuses(
-    queries: Array, weights: Array, listed: Array | None, num_visible: Array, keys: EntryKeys, **_: Any
-) -> str | None:
-    """Why the kernel cannot run these arguments; None if it can."""
-    if listed is not None and listed.shape[1] % TILE:
-        return f"a list of {listed.shape[1]} entries for each row is no multiple of {TILE}"
-    if queries.dtype != jnp.bfloat16 or weights.dtype != jnp.bfloat16:
-        return f"queries are {queries.dtype} and weights {weights.dtype}, not bfloat16"
-    if queries.shape[1:] != (HEADS, WIDTH):
-        return f"queries have {queries.shape[1]} heads of {queries.shape[2]}, not {HEADS} of {WIDTH}"
-    cache = keys.cache
-    if cache.scale is None or cache.form != "fp4" or cache.block != (1, INDEX_GROUP):
-        return f"keys are packed as {cache.form} in blocks of {cache.block}, not fp4 in blocks of (1, {INDEX_GROUP})"
-    if listed is None and keys.page_entries != TILE // 2 and keys.page_entries % TILE:
-        return f"pages of {keys.page_entries} entries are neither {TILE // 2} nor a multiple of {TILE}"
-    return None
 
 
 def best_entries(
@@ -89,29 +80,10 @@ def best_entries(
     has_fixed_trips: bool,
     interpret: Interpret = None,
 ) -> IndexScores:
-    """`api.best_entries`, by `scores_of_pages` and `best_listed`.
-
-    listed: None stands for all entries, whose keys are read where they are. Keys of a list are gathered first, packed.
-    """
+    """`api.best_entries`, by `scores_of_pages`; see `page_scores.best_entries`."""
     del has_fixed_trips
-    if listed is not None:
-        keys, num_visible = _listed_keys(keys, listed, num_visible)
-    scores = scores_of_pages(queries, weights, keys, num_visible, interpret=interpret)
-    places, entries = best_listed(scores, num_visible, listed, count=count, interpret=interpret)
-    gap = gap_behind(scores, places)
-    return IndexScores(entries=entries, gap=gap, scores=scores if needs_scores else None)
-
-
-def _listed_keys(
-    keys: EntryKeys, listed: Int[Array, "B N"], num_visible: Int[Array, " B"]
-) -> tuple[EntryKeys, Int[Array, " B"]]:
-    """The keys of a list in pages of their own, and how many leading ones are visible: lists are ascending."""
-    taken = take_keys(keys, listed)
-    pages = jnp.arange(listed.size // TILE, dtype=jnp.int32).reshape(listed.shape[0], -1)
-    cache = jax.tree.map(lambda a: a.reshape(1, pages.size, TILE, a.shape[-1]), taken)
-    is_visible = (listed >= 0) & (listed < num_visible[:, None])
-    own = EntryKeys(cache=cache, source=0, pages=pages, page_entries=TILE)
-    return own, jnp.sum(is_visible, axis=1, dtype=jnp.int32)
+    given = {"count": count, "needs_scores": needs_scores, "interpret": interpret}
+    return page_scores.best_entries(scores_of_pages, queries, weights, listed, num_visible, keys, **given)
 
 
 def scores_of_pages(
@@ -130,19 +102,15 @@ def scores_of_pages(
     """
     rows, per_page = queries.shape[0], keys.page_entries
     width = keys.pages.shape[1] * per_page
-    # The last tile may reach behind the last page.
-    pages = jnp.pad(keys.pages, ((0, 0), (0, -width % TILE // per_page)), constant_values=-1)
+    payload, scale, pages, first_page = page_operands(keys, TILE)
     num_tiles = pages.shape[1] * per_page // TILE
-    payload, scale = keys.cache.payload, keys.cache.scale
-    assert scale is not None
-    num_pages = payload.shape[0] * payload.shape[1]
     num_parts = max(1, min(num_tiles, -(-_NUM_BLOCKS // rows)))
-    codes, factors = _packed_queries(queries, weights)
+    codes, factors = packed_queries(queries, weights, key_factor=FP4_CODE_FACTOR)
     scratch = {
         "queries": plgpu.SMEM((HEADS, WIDTH), jnp.uint8, transforms=_QUERY_TILES),
         "weights": plgpu.SMEM((2 * HEADS,), jnp.bfloat16),
         "payload": plgpu.SMEM((_STAGES, TILE, WIDTH // 2), jnp.uint8, transforms=_KEY_TILES),
-        "scale": plgpu.SMEM((_STAGES, TILE * _GROUPS), jnp.uint8),
+        "scale": plgpu.SMEM((_STAGES, TILE * GROUPS), jnp.uint8),
         "ready": plgpu.Barrier(num_arrivals=2),  # queries and weights
         "arrived": plgpu.Barrier(num_arrivals=2 * max(1, TILE // per_page), num_barriers=_STAGES),
     }
@@ -157,32 +125,15 @@ def scores_of_pages(
         compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
     )(
-        codes,
+        split_nibbles(codes),  # in the order of decoded keys
         jnp.concatenate([factors, factors], axis=1),  # a copy has 128 bytes at least
-        payload.reshape(num_pages, per_page, WIDTH // 2),
-        scale.reshape(num_pages, per_page * _GROUPS),
+        payload,
+        scale,
         pages,
-        jnp.reshape(jnp.asarray(keys.source, jnp.int32) * payload.shape[1], 1),
+        first_page,
         num_visible,
     )
     return scores.reshape(rows, -1)[:, :width]
-
-
-def _packed_queries(
-    queries: BFloat16[Array, "B I K"], weights: BFloat16[Array, "B I"]
-) -> tuple[UInt8[Array, "B I K"], BFloat16[Array, "B I"]]:
-    """E4M3 codes of each query head times a power of two, in the order of decoded keys; and weights that undo it.
-
-    Weights also undo the factor of decoded keys. Powers of two leave every later rounding as it is.
-    """
-    values = queries.astype(jnp.float32)
-    amax = jnp.maximum(jnp.max(jnp.abs(values), axis=-1), jnp.finfo(jnp.float32).tiny * FP8_MAX)
-    exponent = pow2ceil_exponent(amax * jnp.float32(1 / FP8_MAX))
-    inverse = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
-    codes = (values * inverse[..., None]).astype(jnp.float8_e4m3fn)
-    factors = lax.bitcast_convert_type(exponent << 23, jnp.float32) * FP4_CODE_FACTOR
-    codes = split_nibbles(lax.bitcast_convert_type(codes, jnp.uint8))
-    return codes, (weights.astype(jnp.float32) * factors).astype(jnp.bfloat16)
 
 
 def _score_run(*refs: Any, per_page: int, num_parts: int, interpret: bool, **smem: Any) -> None:
@@ -192,7 +143,7 @@ def _score_run(*refs: Any, per_page: int, num_parts: int, interpret: bool, **sme
     row, part = lax.axis_index("row"), lax.axis_index("part")
     visible, page_base = num_visible[row], first_page[0]
     num_filled = lax.div(visible + (TILE - 1), TILE)
-    first, last = _share(num_filled, part, num_parts)
+    first, last = share(num_filled, part, num_parts)
     pieces = range(max(1, TILE // per_page))  # of a tile, from a page each
     count = min(per_page, TILE)
 
@@ -203,7 +154,7 @@ def _score_run(*refs: Any, per_page: int, num_parts: int, interpret: bool, **sme
         stage = lax.rem(tile - first, _STAGES)
         offset = lax.rem(tile * TILE, per_page) if per_page > TILE else 0
         for i, page in zip(pieces, from_pages, strict=True):
-            for source, into, size in ((payload, scratch.payload, 1), (scale, scratch.scale, _GROUPS)):
+            for source, into, size in ((payload, scratch.payload, 1), (scale, scratch.scale, GROUPS)):
                 plgpu.copy_gmem_to_smem(
                     source.at[page, pl.ds(offset * size, count * size)],
                     into.at[stage, pl.ds(i * count * size, count * size)],
@@ -231,24 +182,18 @@ def _score_run(*refs: Any, per_page: int, num_parts: int, interpret: bool, **sme
         entries = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_BY_KEY) + tile * TILE
         out[row, tile] = jnp.where(entries < visible, found, -jnp.inf).astype(jnp.bfloat16)
 
-    first_blank, last_blank = _share(out.shape[1] - num_filled, part, num_parts)
+    first_blank, last_blank = share(out.shape[1] - num_filled, part, num_parts)
 
     @pl.loop(num_filled + first_blank, num_filled + last_blank)
     def _(tile: Array) -> None:
         out[row, tile] = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.bfloat16), _BY_KEY)
 
 
-def _share(count: Array, part: Array, num_parts: int) -> tuple[Array, Array]:
-    """The part's share of `count` things: first and behind the last."""
-    size = lax.div(count + (num_parts - 1), num_parts)
-    return jnp.minimum(part * size, count), jnp.minimum((part + 1) * size, count)
-
-
 def _score_interpreted(queries: Any, weights: Any, payload: Any, scale: Any) -> Array:
     """`_score_tile` in plain operations; the commit stands for its barrier."""
     keys = split_nibbles(decode_fp4(payload[...])) / FP4_CODE_FACTOR
-    groups = keys.reshape(TILE, _GROUPS, INDEX_GROUP)
-    keys = groups * lax.bitcast_convert_type(scale[...].astype(jnp.int32) << 23, jnp.float32).reshape(TILE, _GROUPS, 1)
+    groups = keys.reshape(TILE, GROUPS, INDEX_GROUP)
+    keys = groups * lax.bitcast_convert_type(scale[...].astype(jnp.int32) << 23, jnp.float32).reshape(TILE, GROUPS, 1)
     codes = decode_e4m3(queries[...]).astype(jnp.bfloat16)
     factors = weights[:HEADS]
     plgpu.commit_smem()
@@ -262,13 +207,13 @@ def _score_tile(queries: Any, weights: Any, payload: Any, scale: Any) -> Array:
         lane = Lane.current()
         key = iadd(imul(lane.warp, 16), lane.row)  # of the tile; the thread also has the eighth one after it
         parts = _products(queries, _decoded_keys(payload, key, lane))
-        scale_at = iadd(shared_address(scale), imul(key, _GROUPS))
+        scale_at = iadd(shared_address(scale), imul(key, GROUPS))
         weight_at = iadd(shared_address(weights), imul(lane.quad, 4))
         pairs = [load_shared(weight_at, 16 * block) for block in range(HEADS // 8)]
         sums = []
         for eighth in range(2):
-            word = load_shared(scale_at, 8 * _GROUPS * eighth)
-            factors = [e8m0_as_f32(word, group) for group in range(_GROUPS)]
+            word = load_shared(scale_at, 8 * GROUPS * eighth)
+            factors = [e8m0_as_f32(word, group) for group in range(GROUPS)]
             # A thread has two heads of each eight, for one key and then for the other.
             places = [4 * block + 2 * eighth for block in range(HEADS // 8)]
             dots = [[_scaled_sum(parts, factors, place + i) for i in range(2)] for place in places]
@@ -286,7 +231,7 @@ def _decoded_keys(payload: Any, key: Register, lane: Lane) -> list[list[Register
     line = iadd(shared_address(payload), iadd(imul(key, WIDTH // 2), imul(lane.quad, 4)))
     swizzle = imul(iand(shr(lane.row, 1), 3), 16)
     operands = []
-    for group in range(_GROUPS):
+    for group in range(GROUPS):
         at = iadd(line, ixor(swizzle, 16 * group))
         low, high = fp4_as_e4m3(load_shared(at))
         low_of_eighth, high_of_eighth = fp4_as_e4m3(load_shared(at, 8 * WIDTH // 2))
@@ -308,10 +253,10 @@ def _products(queries: Any, operands: list[list[Register]]) -> list[list[Registe
     start = arith.ori(start, arith.constant(i64, fixed))
     lines = ["{", ".reg .pred p;", "setp.ne.b32 p, 0, 0;", "wgmma.fence.sync.aligned;"]
     inputs: list[Any] = [word for words in operands for word in words]
-    for group in range(_GROUPS):
+    for group in range(GROUPS):
         results = ", ".join(f"${count * group + i}" for i in range(count))
-        words = ", ".join(f"${count * _GROUPS + 4 * group + i}" for i in range(4))
-        descriptor = count * _GROUPS + 4 * _GROUPS + group
+        words = ", ".join(f"${count * GROUPS + 4 * group + i}" for i in range(4))
+        descriptor = count * GROUPS + 4 * GROUPS + group
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{HEADS}k{INDEX_GROUP}.f32.e4m3.e4m3 "
             f"{{{results}}}, {{{words}}}, ${descriptor}, p, 1, 1;"
@@ -319,9 +264,9 @@ def _products(queries: Any, operands: list[list[Register]]) -> list[list[Registe
         inputs.append(arith.addi(start, arith.constant(i64, ir.IntegerAttr.get(i64, INDEX_GROUP * group >> 4))))
     lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
     flat = mgpu_utils.inline_ptx(
-        "\n".join(lines), *inputs, result_types=[f32] * count * _GROUPS, has_side_effects=True, convergent=True
+        "\n".join(lines), *inputs, result_types=[f32] * count * GROUPS, has_side_effects=True, convergent=True
     )
-    return [list(flat[count * group : count * (group + 1)]) for group in range(_GROUPS)]
+    return [list(flat[count * group : count * (group + 1)]) for group in range(GROUPS)]
 
 
 def _scaled_sum(parts: list[list[Register]], factors: list[Register], place: int) -> Register:

@@ -1,4 +1,4 @@
-"""The Hopper kernel of index scores, interpreted, and the choice of the best: against the references."""
+"""The kernels of index scores, interpreted, and the choice of the best: against the references."""
 
 import dataclasses
 import functools
@@ -11,14 +11,16 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepinfer_jax.config.runtime import Backend
-from deepinfer_jax.kernels.indexer import api, choice, mosaic_sm90, plain_scores, topk
+from deepinfer_jax.kernels.indexer import api, choice, mosaic_sm90, mosaic_sm100, page_scores, topk
 from deepinfer_jax.kernels.indexer.keys import EntryKeys, take_keys
 from deepinfer_jax.ops import indexer
 from deepinfer_jax.ops.quant import dequantize, quantize_index, quantize_main_kv
 from deepinfer_jax.testing import compare
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-HEADS, WIDTH = mosaic_sm90.HEADS, mosaic_sm90.WIDTH
+HEADS, WIDTH = page_scores.HEADS, page_scores.WIDTH
+KERNELS = {"sm90": mosaic_sm90, "sm100": mosaic_sm100}
+on_both = pytest.mark.parametrize("name", KERNELS)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> jax.Array:
@@ -59,39 +61,42 @@ def reference_scores(queries: jax.Array, weights: jax.Array, keys: EntryKeys, nu
     )[:, :width]
 
 
-def run_kernel(queries: jax.Array, weights: jax.Array, keys: EntryKeys, num_visible: jax.Array) -> jax.Array:
-    scores = mosaic_sm90.scores_of_pages(queries, weights, keys, num_visible, interpret=INTERPRET)
+def run_kernel(name: str, queries: jax.Array, weights: jax.Array, keys: EntryKeys, num_visible: jax.Array) -> jax.Array:
+    scores = KERNELS[name].scores_of_pages(queries, weights, keys, num_visible, interpret=INTERPRET)
     jax.block_until_ready(scores)
     assert not gpu_callbacks.get_races().races_found
     return scores.astype(jnp.float32)
 
 
+@on_both
 @pytest.mark.parametrize(
     ("num_pages", "page_entries", "num_visible"),
-    [(2, 64, [65, 0]), (3, 32, [96, 33]), (1, 128, [100, 1])],
-    ids=["a page is a tile", "odd number of half tiles", "a page is two tiles"],
+    [(2, 64, [65, 0]), (3, 32, [96, 33]), (1, 128, [100, 1]), pytest.param(2, 192, [300], marks=pytest.mark.slow)],
+    ids=["pages of 64", "odd number of half pages", "a page of 128", "pages of 192"],
 )
-def test_scores_equal_the_reference(num_pages, page_entries, num_visible):
+def test_scores_equal_the_reference(name, num_pages, page_entries, num_visible):
     queries, weights, keys = make_step(len(num_visible), num_pages, page_entries)
     visible = jnp.asarray(num_visible, jnp.int32)
     want = reference_scores(queries, weights, keys, visible)
-    compare.assert_bitwise(run_kernel(queries, weights, keys, visible), want)
+    compare.assert_bitwise(run_kernel(name, queries, weights, keys, visible), want)
 
 
-def test_scores_of_a_run_longer_than_the_stages(monkeypatch):
-    monkeypatch.setattr(mosaic_sm90, "_NUM_BLOCKS", 2)
+@on_both
+def test_scores_of_a_run_longer_than_the_stages(name, monkeypatch):
+    monkeypatch.setattr(KERNELS[name], "_NUM_BLOCKS", 2)
     queries, weights, keys = make_step(1, 21, 64)
     visible = jnp.asarray([1300], jnp.int32)
     want = reference_scores(queries, weights, keys, visible)
-    compare.assert_bitwise(run_kernel(queries, weights, keys, visible), want)
+    compare.assert_bitwise(run_kernel(name, queries, weights, keys, visible), want)
 
 
-def test_row_does_not_depend_on_others():
+@on_both
+def test_row_does_not_depend_on_others(name):
     queries, weights, keys = make_step(3, 2, 64)
     visible = jnp.asarray([128, 100, 70], jnp.int32)
-    whole = run_kernel(queries, weights, keys, visible)
+    whole = run_kernel(name, queries, weights, keys, visible)
     own = dataclasses.replace(keys, pages=keys.pages[1:2])
-    compare.assert_bitwise(run_kernel(queries[1:2], weights[1:2], own, visible[1:2]), whole[1:2])
+    compare.assert_bitwise(run_kernel(name, queries[1:2], weights[1:2], own, visible[1:2]), whole[1:2])
 
 
 def candidates(num_rows: int, width: int) -> jax.Array:
@@ -100,7 +105,7 @@ def candidates(num_rows: int, width: int) -> jax.Array:
     return indexer.block_entries(jnp.broadcast_to(blocks, (num_rows, 16)), block_size=8)
 
 
-@pytest.mark.parametrize("module", [mosaic_sm90, plain_scores], ids=["sm90", "plain scores"])
+@pytest.mark.parametrize("module", [mosaic_sm90, mosaic_sm100], ids=["sm90", "sm100"])
 @pytest.mark.parametrize("is_listed", [False, True], ids=["all entries", "entries of candidate blocks"])
 def test_best_entries_are_those_of_the_reference(is_listed, module):
     queries, weights, keys = make_step(2, 3, 64)
@@ -121,7 +126,7 @@ def test_best_entries_are_those_of_the_reference(is_listed, module):
 def refusal(listed: jax.Array | None = None, **changes) -> str | None:
     queries, weights, keys = make_step(1, 1, 64)
     queries = changes.pop("queries", queries)
-    return mosaic_sm90.refuses(
+    return page_scores.refuses(
         queries,
         weights,
         listed,
