@@ -101,6 +101,7 @@ class LLMEngine:
         )
         self._num_requests = self._num_steps = 0
         self._is_closed = False
+        self._fingerprint: str | None = None
         self._image_steps = ImageSteps(config, loaded.speculation, self.pipeline, self._stats)
         warm_up(config, loaded, self.sizes, self.pipeline, self.scheduler, self._stats)
 
@@ -279,7 +280,9 @@ class LLMEngine:
     def fingerprint(self) -> str:
         """What a saved state depends on: the weights, the numerics, the modes and the layout of the caches."""
         self._require_open()
-        return snapshot.fingerprint(self.params, self.runtime)
+        if self._fingerprint is None:  # experts that move leave it as it is
+            self._fingerprint = snapshot.fingerprint(self.params, self.runtime)
+        return self._fingerprint
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has something to do or to give."""

@@ -1,14 +1,17 @@
 """The compiled steps on one device, with the interface of `engine/mesh_steps.py`: one rank, and no axis for it."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 
 from deepinfer_jax.engine import steps
+from deepinfer_jax.engine.buckets import StepShape
 from deepinfer_jax.engine.steps import Carried
 from deepinfer_jax.model.state import State
+from deepinfer_jax.scheduler.batching import without_images
 
 
 class OneDeviceSteps:
@@ -17,7 +20,6 @@ class OneDeviceSteps:
     num_ranks = 1
     run_step = staticmethod(steps.run_step)
     run_forward = staticmethod(steps.run_forward)
-    run_sampling = staticmethod(steps.run_sampling)
     copy_states = staticmethod(steps.copy_states)
     best_tokens = staticmethod(steps.best_tokens)
 
@@ -28,6 +30,19 @@ class OneDeviceSteps:
         """The one rank's host arrays; a jitted call takes them along."""
         [own] = by_rank
         return own
+
+    def run_sampling(
+        self, params: Any, carried: Carried, logits: Any, features: Any, packed: Any, masks: Any, **static: Any
+    ) -> Any:
+        """See `steps.run_sampling`. Draws know nothing of images: steps with and without them share a program."""
+        shape: StepShape = static["shape"]
+        if shape.has_images:
+            max_drafts = static["speculation"].max_drafts
+            packed = without_images(
+                packed, num_chunks=shape.num_chunks, num_tokens=shape.num_rows, max_drafts=max_drafts
+            )
+            static |= {"shape": dataclasses.replace(shape, has_images=False)}
+        return steps.run_sampling(params, carried, logits, features, packed, masks, **static)
 
     def blank(self, make: Any) -> Carried:
         """What `make()` makes."""

@@ -1,8 +1,10 @@
 """The compiled steps: with those of `engine/mesh_steps.py`, the only `jax.jit`s of the package."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -44,6 +46,18 @@ COMPILER_OPTIONS = {
 REPEATABLE_OPTIONS = {**COMPILER_OPTIONS, "xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile: tracing makes a million objects that stay, and each search reads them all."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class StepFunction:
     """`jax.jit` of a step, with the compiler options that its `config` calls for."""
 
@@ -54,7 +68,8 @@ class StepFunction:
 
     def __call__(self, *args: Any, config: RuntimeConfig, **static: Any) -> Any:
         """The step."""
-        return self._for(config)(*args, config=config, **static)
+        with _uncollected():
+            return self._for(config)(*args, config=config, **static)
 
     def lower(self, *args: Any, config: RuntimeConfig, **static: Any) -> Any:
         """As `jax.jit` has it."""
@@ -74,6 +89,9 @@ def step_function(**given: Any) -> Callable[[Callable[..., Any]], StepFunction]:
 
 
 _STATIC = ("shape", "config", "settings", "speculation")
+# What several steps have in common is traced once for each size, and written out in the program of each.
+_traced_forward = jax.jit(forward, static_argnames=("config", "wants_features"), inline=True)
+_traced_propose = jax.jit(drafting.propose, static_argnames=("config", "settings", "speculation"), inline=True)
 
 
 @pytree_dataclass
@@ -251,7 +269,7 @@ def _forward(
     speculation: Speculation,
 ) -> tuple[StepOutput, State]:
     batch = layout.step_batch(chunks, shape, images)
-    return forward(params, carried.state, batch, config=config, wants_features=speculation.max_drafts > 0)
+    return _traced_forward(params, carried.state, batch, config=config, wants_features=speculation.max_drafts > 0)
 
 
 def _draw(
@@ -274,7 +292,7 @@ def _draw(
     state, newest = carried.state, drafting.settle(carried.newest, chunks, tokens, num_kept)
     told = [jnp.stack([num_kept, chunks.verified])]
     if features is not None and features.slots.shape[0]:  # else no row ran the last layers, and none draws
-        state, newest, drafts = drafting.propose(
+        state, newest, drafts = _traced_propose(
             params,
             state,
             newest,

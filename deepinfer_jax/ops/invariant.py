@@ -47,11 +47,13 @@ def map_rows(
     # Room for two tiles at least: a slice of all there is would not depend on the index, and be moved out of the loop.
     room = max(num_tiles, 2)
     tiled = jax.tree.map(lambda a: _split(a, room, tile), trees)
-    shapes = jax.eval_shape(fn, *jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), tiled))
+    # Traced once, for the shapes of its results, and written out in the loop; not a step: part of one.
+    traced = jax.jit(lambda *parts: fn(*parts), inline=True)
+    shapes = jax.eval_shape(traced, *jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), tiled))
     blank = jax.tree.map(lambda s: jnp.zeros((room, *s.shape), s.dtype), shapes)
 
     def step(index: Array, results: Any) -> Any:
-        made = fn(*jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), tiled))
+        made = traced(*jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), tiled))
         return jax.tree.map(lambda whole, one: lax.dynamic_update_index_in_dim(whole, one, index, 0), results, made)
 
     result = repeat(count, step, blank, has_fixed_trips=has_fixed_trips)

@@ -110,6 +110,14 @@ def fields_of(
     }
 
 
+def without_images(
+    packed: Int32[np.ndarray, " L"], *, num_chunks: int, num_tokens: int, max_drafts: int
+) -> Int32[np.ndarray, " K"]:
+    """The packed array of a step with images without its `image_rows`."""
+    start = num_chunks * (len(CHUNK_FIELDS) + num_forced(max_drafts)) + num_tokens
+    return np.concatenate([packed[:start], packed[start + num_tokens :]])
+
+
 def pack_step(
     plan: RankPlan,
     page_table: Int32[np.ndarray, "S Q"],

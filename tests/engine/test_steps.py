@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,11 @@ from deepinfer_jax import SamplingParams, init_state
 from deepinfer_jax.engine import steps
 from deepinfer_jax.engine.drafting import Speculation, blank_newest
 from deepinfer_jax.engine.steps import Carried
+from deepinfer_jax.model import backbone
 from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import make_batch
 from deepinfer_jax.sampling import logits as sampling
-from deepinfer_jax.scheduler.batching import RequestOptions, pack_copies, pack_step
+from deepinfer_jax.scheduler.batching import RequestOptions, pack_copies, pack_step, without_images
 from deepinfer_jax.scheduler.plan import Chunk, RankPlan
 from deepinfer_jax.scheduler.sequence import Copy, Limits, Sequence
 
@@ -188,3 +190,44 @@ def test_best_tokens_pad_beyond_the_vocabulary():
     values, token_ids = steps.best_tokens(jnp.asarray([[-3.0, -1.0, -2.0]]), count=5)
     np.testing.assert_array_equal(token_ids, [[1, 2, 0, -1, -1]])
     np.testing.assert_array_equal(values, np.asarray([[-1, -2, -3, -9999, -9999]], np.float32))
+
+
+def test_steps_of_one_size_trace_the_forward_once(engine, shape, monkeypatch):
+    calls, embed = [], backbone.embed_tokens
+    monkeypatch.setattr(backbone, "embed_tokens", lambda *args, **kwargs: calls.append(1) or embed(*args, **kwargs))
+    given = engine.pipeline._static
+    config = dataclasses.replace(given["config"], kernels="reference")  # which nobody else has traced
+    options = {"shape": shape, "config": config, "speculation": given["speculation"]}
+    args = engine.params, carried(engine), packed(engine, shape, two_chunks())
+    for settings in (given["settings"], dataclasses.replace(given["settings"], force_top_k=3)):
+        steps.run_step.lower(*args, settings=settings, **options)
+    steps.run_forward.lower(*args, **options)
+    assert calls == [1]
+
+
+def test_draws_are_told_nothing_of_images(engine, shape):
+    sizes = {"num_chunks": shape.num_chunks, "num_tokens": shape.num_rows, "max_drafts": 2}
+    every = {**sizes, "num_pages": shape.num_pages}
+    with_images = pack_step(two_chunks(), page_table(engine), image_rows={}, **every)
+    assert with_images.size == pack_step(two_chunks(), page_table(engine), **every).size + shape.num_rows
+    np.testing.assert_array_equal(
+        without_images(with_images, **sizes), pack_step(two_chunks(), page_table(engine), **every)
+    )
+
+
+def test_no_garbage_is_collected_while_a_step_is_launched(engine):
+    was_enabled, config = [], engine.pipeline._static["config"]
+
+    @steps.step_function(static_argnames=("config",))
+    def function(x, *, config):
+        was_enabled.append(gc.isenabled())
+        return x
+
+    function(1, config=config)
+    assert was_enabled == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        function(1.0, config=config)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -223,3 +223,17 @@ def test_rounding_survives_a_compiler_that_keeps_excess_precision():
     )
     compare.assert_bitwise(loose(x), np.asarray(x.astype(BF16)).astype(np.float32))
     compare.assert_bitwise(round_to(x, F32), x)
+
+
+def test_the_function_of_a_tile_is_traced_once():
+    calls = []
+
+    def doubled(rows: jax.Array) -> jax.Array:
+        calls.append(rows.shape)
+        return rows * scale
+
+    x = jnp.arange(40.0).reshape(20, 2)
+    scale = jnp.float32(2)  # closed over, as weights are
+    np.testing.assert_array_equal(map_rows(doubled, x, tile=TILE), 2 * x)
+    jax.jit(lambda x: map_rows(doubled, x, tile=TILE)).lower(x)
+    assert calls == [(TILE, 2)] * 2  # once in each program

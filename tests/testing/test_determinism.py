@@ -1,5 +1,7 @@
 """`deepinfer-jax determinism`: equal rows pass, a planted fault is found with its layer, finished rows are kept."""
 
+import contextlib
+import dataclasses
 import json
 
 import jax
@@ -9,8 +11,8 @@ from deepinfer_jax import cli
 from deepinfer_jax.config.places import shipped_config
 from deepinfer_jax.testing import tiny
 from deepinfer_jax.testing.agreeing import write_agreeing_model
-from deepinfer_jax.testing.determinism import command, matrix
-from deepinfer_jax.testing.determinism.driving import Model
+from deepinfer_jax.testing.determinism import command, matrix, processes
+from deepinfer_jax.testing.determinism.driving import Model, Run
 from deepinfer_jax.testing.determinism.perturbations import PERTURBATIONS, Perturbation
 from deepinfer_jax.testing.determinism.session import Session
 from tests.testing import faults
@@ -80,6 +82,74 @@ def test_the_rows_that_need_more_processes_are_equal(model, capsys):
     for name in ("restarted process", "cold cache"):
         options = ("--tokens", "24", "--only", name)
         assert cli.main(["determinism", "--model", model, *options]) == 0, capsys.readouterr().out
+
+
+@pytest.fixture
+def task(model, tmp_path) -> processes.Task:
+    return processes.Task(model=Model(path=model, numerics="q"), num_tokens=24, folder=str(tmp_path), rows=("forked",))
+
+
+@pytest.mark.parametrize("row", ["forked", None], ids=["row", "part"])
+def test_a_process_that_is_killed_is_an_error(task, row):
+    with contextlib.closing(processes.Worker(task)) as worker:
+        worker._process.kill()
+        with pytest.raises(RuntimeError, match="for the part 'whole' failed: it ended with status -9 and said nothing"):
+            worker.run(row)
+
+
+def test_a_process_that_fails_is_an_error_with_its_last_words(task):
+    task = dataclasses.replace(task, model=dataclasses.replace(task.model, path="/nowhere"))
+    with (
+        contextlib.closing(processes.Worker(task)) as worker,
+        pytest.raises(RuntimeError, match=r"failed: (.|\n)*/nowhere"),
+    ):
+        worker.run("forked")
+
+
+def test_a_process_that_hangs_is_an_error_and_is_ended(task, monkeypatch):
+    monkeypatch.setattr(processes, "TIMEOUT_S", 0)
+    with contextlib.closing(processes.Worker(task)) as worker:
+        with pytest.raises(RuntimeError, match="took more than 0 s"):
+            worker.run("forked")
+        assert worker._process.poll() is None
+    assert worker._process.poll() is not None
+
+
+class Finished:
+    """A worker that has the results of some rows, and of the base set."""
+
+    def __init__(self, results: dict[str, Run]) -> None:
+        self._results, self.rows = results, tuple(name for name in results if name != "second process")
+        self.asked: list[str | None] = []
+
+    def run(self, row: str | None = None) -> tuple[Run, float]:
+        self.asked.append(row)
+        return self._results[row or "second process"], 1.5
+
+
+def test_rows_of_another_process_are_compared_in_this_one(model, monkeypatch):
+    session = Session(Model(path=model, numerics="q"), num_tokens=24)
+    try:
+        base = session.base("plain")
+        wrong = {**base.results, "greedy": base.results["sampled"]}
+        worker = Finished(
+            {
+                "few pages": Run(results=base.results, notes={"preemptions": 1}),
+                "1 drafts": Run(results=wrong, notes={"accepted": 1}),
+                "second process": base,
+            }
+        )
+        monkeypatch.setattr(processes, "beside", lambda session, rows: contextlib.nullcontext(worker))
+        monkeypatch.setattr(matrix, "_look", lambda *_: "looked")
+        todo = [each for each in PERTURBATIONS if each.name in ("other places", *worker.rows, "second process")]
+        report = matrix.run_matrix(session, todo, {}, is_split=True)
+    finally:
+        session.close()
+    assert worker.asked == ["few pages", "1 drafts", None]
+    rows = {row.name: row for row in report.rows}
+    assert list(rows) == ["other places", "few pages", "1 drafts", "second process"]
+    assert not rows["1 drafts"].is_ok and rows["1 drafts"].microscope == "looked"
+    assert rows["few pages"].is_ok and rows["second process"].is_ok and rows["second process"].seconds == 1.5
 
 
 def test_a_perturbation_that_did_not_happen_fails(model):

@@ -84,7 +84,7 @@ def run_determinism(args: argparse.Namespace) -> int:
                     yield row
                     bar.update()
 
-            report = run_matrix(session, chosen, facts, json_path=args.json, progress=watched)
+            report = run_matrix(session, chosen, facts, json_path=args.json, progress=watched, is_split=args.quick)
     except BaseDiffers as error:
         sys.stderr.write(f"deepinfer-jax determinism: {error}\n")
         return EXIT_DIFFERS

@@ -1,5 +1,6 @@
 """Runs the rows of the matrix and compares each with its base."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 
 from deepinfer_jax.kernels.registry import ASCEND
 from deepinfer_jax.testing import microscope
+from deepinfer_jax.testing.determinism import processes
 from deepinfer_jax.testing.determinism.perturbations import PERTURBATIONS, Perturbation
 from deepinfer_jax.testing.determinism.report import Report, Row, read_report, write_report
 from deepinfer_jax.testing.determinism.results import Difference, Result, compare_results, num_states
@@ -46,39 +48,67 @@ def run_matrix(
     *,
     json_path: Path | None = None,
     progress: Progress = lambda rows: rows,
+    is_split: bool = False,
 ) -> Report:
     """The report of the chosen rows; with json_path those that are in that file under the same facts are kept.
 
-    The file is written after each row. progress: wraps the list of rows to run, as `tqdm` does. Raises ValueError for
+    The file is written after each row. progress: wraps the list of rows to run, as `tqdm` does. is_split: the
+    second process, where it is one of the rows, runs those that have programs of their own. Raises ValueError for
     a file of other facts or of another kind, and `BaseDiffers` where this process gives another base than the one that
     began the file.
     """
     earlier = None if json_path is None else read_report(json_path, facts)
-    base = session.base("plain").results
-    fingerprints = {name: result.fingerprint for name, result in base.items()}
-    if earlier is not None:
-        _check_base(earlier, fingerprints)
-    report = earlier or Report(facts=dict(facts), fingerprints=fingerprints)
     lacking = left_out(
         chosen, has_vision=session.has_vision, max_drafts=session.max_drafts, device=session.model.device
     )
-    report = dataclasses.replace(report, left_out=lacking)
-    finished = {row.name for row in report.rows}
-    todo = [each for each in chosen if each.name not in finished and each.name not in report.left_out]
-    for perturbation in progress(todo):
-        forget_programs()
-        report = report.with_row(run_row(session, perturbation))
-        if json_path is not None:
-            write_report(report, json_path)
+    finished = set() if earlier is None else {row.name for row in earlier.rows}
+    todo = [each for each in chosen if each.name not in finished and each.name not in lacking]
+    with _worker(session, todo, is_split=is_split) as worker:
+        base = session.base("plain").results
+        fingerprints = {name: result.fingerprint for name, result in base.items()}
+        if earlier is not None:
+            _check_base(earlier, fingerprints)
+        report = earlier or Report(facts=dict(facts), fingerprints=fingerprints)
+        report = dataclasses.replace(report, left_out=lacking)
+        for perturbation in progress(_in_turn(todo, worker)):
+            forget_programs()
+            report = report.with_row(run_row(session, perturbation, worker))
+            if json_path is not None:
+                write_report(report, json_path)
     return report
 
 
-def run_row(session: Session, perturbation: Perturbation) -> Row:
-    """One row; where something differs, the microscope looks for the first tensor."""
+def _worker(
+    session: Session, todo: Sequence[Perturbation], *, is_split: bool
+) -> contextlib.AbstractContextManager[processes.Worker | None]:
+    """A process for the rows that may run in another one, if there are some, and another process is among the rows."""
+    rows = tuple(each.name for each in todo if each.is_apart)
+    if is_split and rows and any(each.run is processes.second for each in todo):
+        return processes.beside(session, rows)
+    return contextlib.nullcontext()
+
+
+def _in_turn(todo: Sequence[Perturbation], worker: processes.Worker | None) -> list[Perturbation]:
+    """The rows in the order in which they are there: those of the worker last, and its base set behind them."""
+    if worker is None:
+        return list(todo)
+    return sorted(todo, key=lambda each: (each.run is processes.second, each.name in worker.rows))
+
+
+def run_row(session: Session, perturbation: Perturbation, worker: processes.Worker | None = None) -> Row:
+    """One row; where something differs, the microscope looks for the first tensor.
+
+    worker: has run the base set in a second process, and some rows.
+    """
     want = session.base(perturbation.base).results
     start = time.perf_counter()
-    run = perturbation.run(session)
-    seconds = time.perf_counter() - start
+    if worker is not None and perturbation.run is processes.second:
+        run, seconds = worker.run()
+    elif worker is not None and perturbation.name in worker.rows:
+        run, seconds = worker.run(perturbation.name)
+    else:
+        run = perturbation.run(session)
+        seconds = time.perf_counter() - start
     difference, equal = compare_results(run.results, want)
     return Row(
         name=perturbation.name,

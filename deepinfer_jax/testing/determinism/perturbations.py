@@ -12,7 +12,7 @@ from deepinfer_jax.engine.engine import LLMEngine
 from deepinfer_jax.engine.snapshot import load_snapshot, save_snapshot
 from deepinfer_jax.testing.determinism import processes
 from deepinfer_jax.testing.determinism.driving import Arrival, EngineSetup, Run
-from deepinfer_jax.testing.determinism.session import FEW, MAIN, BaseName, Session
+from deepinfer_jax.testing.determinism.session import FEW, MAIN, MAX_REQUESTS, BaseName, Session
 from deepinfer_jax.testing.determinism.workload import JSON_ANSWER, Request, neighbours, with_pictures
 
 CHUNK = 24  # rows of a chunk, and no multiple of a tile of keys or a page
@@ -36,6 +36,7 @@ class Perturbation:
     needs_vision: bool = False
     drafts: int = 0  # that the model must be able to make
     is_quick: bool = True  # False: another mesh, or more than one further process
+    is_apart: bool = False  # whether the second process of a quick matrix runs it: most of it is tracing steps
 
     def missing(self, notes: Mapping[str, int]) -> str:
         """What should have happened and did not, "" where all did."""
@@ -91,8 +92,8 @@ def _elsewhere(*options: tuple[str, object], **variables: str) -> Callable[[Sess
 
 
 def _at_once(session: Session) -> Run:
-    limit = ("max_num_batched_tokens", session.main.max_model_len)
-    return session.run(session.arrivals, EngineSetup(options=(FEW, ("chunked_prefill", False), limit)))
+    limit = ("max_num_batched_tokens", max(session.main.max_model_len, MAX_REQUESTS))
+    return session.run(session.arrivals, EngineSetup(options=(*MAIN.options, ("chunked_prefill", False), limit)))
 
 
 def _scarce(session: Session) -> Run:
@@ -142,7 +143,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
     Perturbation(
         name=f"steps of {BUDGET} rows", axis="token budget", run=_elsewhere(FEW, ("max_num_batched_tokens", BUDGET))
     ),
-    Perturbation(name="few pages", axis="preemption", run=_scarce, least={"preemptions": 1}),
+    Perturbation(name="few pages", axis="preemption", run=_scarce, least={"preemptions": 1}, is_apart=True),
     Perturbation(name="known prompts", axis="prefix cache", run=_known, least={"prefix_hits": 1}),
     Perturbation(name="saved and restored", axis="snapshot", run=_restored, least={"restored": 1}),
     Perturbation(name="forked", axis="fork", run=_forked, least={"forks": 1}),
@@ -170,6 +171,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
             run=_elsewhere(FEW, ("num_draft_tokens", number)),
             least={"accepted": 1},
             drafts=number,
+            is_apart=True,
         )
         for number in (1, 3, 5)
     ),
@@ -179,6 +181,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         run=_elsewhere(FEW, ("num_draft_tokens", 5), ("varlen_verification", True)),
         least={"accepted": 1},
         drafts=5,
+        is_apart=True,
     ),
     *(
         Perturbation(

@@ -19,9 +19,10 @@ from deepinfer_jax.testing.determinism.driving import (
 from deepinfer_jax.testing.determinism.workload import Texts, base_requests, longest_request
 
 BaseName = Literal["plain", "replay"]
-MAX_REQUESTS = 216  # of the engine that gives the base: room for 200 neighbours
+# Of the engine that gives the base: room for 200 neighbours, and in its steps for any prompt of a quick run.
+MAX_REQUESTS = 336
 MAIN = EngineSetup(options=(("max_num_seqs", MAX_REQUESTS),))
-FEW = ("max_num_seqs", 8)  # requests of the other engines
+FEW = ("max_num_seqs", 8)  # requests of engines that have other steps anyway
 REPLAY_BEYOND = 12  # tokens that bounded replay keeps beyond a window
 
 
@@ -67,7 +68,7 @@ class Session:
         """An engine with bounded replay."""
         keep = self.main.model.sliding_window + REPLAY_BEYOND
         variables = (("YOCO_PREFILL_TRUNCATION_MODE", mode), ("YOCO_PREFILL_KEEP_TOKENS", str(keep)))
-        return EngineSetup(options=(FEW,), variables=variables)
+        return EngineSetup(options=MAIN.options, variables=variables)
 
     def base(self, name: BaseName) -> Run:
         """The whole base set at once: in the engine of the base, or under bounded replay."""
