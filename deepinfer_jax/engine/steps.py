@@ -35,13 +35,8 @@ from deepinfer_jax.sampling.logits import SampleSettings
 # What a GPU runs of a step without its host: all that XLA records by itself, and loops and branches, for which the host
 # would wait. Without them a batch-invariant step of the embedded model takes three times as long.
 _RECORDED = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION", "WHILE", "CONDITIONAL")
-# A step rounds where the specification says, nowhere else and nowhere less. On a GPU kernels that do not wait for each
-# other run side by side, which takes 7 % off a step. Other devices read none of the options for GPUs.
-COMPILER_OPTIONS = {
-    "xla_allow_excess_precision": False,
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    "xla_gpu_enable_command_buffer": ",".join(_RECORDED),
-}
+# A step rounds where the specification says, nowhere else and nowhere less. Other devices read no option for GPUs.
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_gpu_enable_command_buffer": ",".join(_RECORDED)}
 # Nor is anything chosen by timing it, which differs between processes, or added in the order of arrival.
 REPEATABLE_OPTIONS = {**COMPILER_OPTIONS, "xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
 
