@@ -39,9 +39,10 @@ def main() -> None:
     parser.add_argument("--phase", choices=tuple(MESHES), nargs="+", default=list(MESHES))
     parser.add_argument("--mesh", nargs="+", metavar="DPxCP", help="in place of the meshes of each phase")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of a step, for each rank, in place of the phase's")
+    parser.add_argument("--kernels", default="auto", help="what ops run through, as in DEEPINFER_JAX_KERNELS")
     parser.add_argument("--jobs", type=int, default=1, help="compilations at the same time")
     args = parser.parse_args()
-    own = {} if args.rows is None else {"num_rows": args.rows}
+    own = {"kernels": args.kernels} | ({} if args.rows is None else {"num_rows": args.rows})
     cases = [
         (phase, StepCase(target=target, dp=dp, cp=cp, **(DECODE if phase == "decode" else PREFILL) | own))
         for target in args.target

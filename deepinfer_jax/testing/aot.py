@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_jax.config.places import shipped_config
+from deepinfer_jax.testing import assembly
 
 GPUS_PER_HOST = 8
 MEMORY_BYTES = {"b200": 180e9, "h200": 141e9}  # of one device
@@ -38,6 +39,7 @@ class StepCase:
     num_pages: int
     pages_per_slot: int  # the longest context, in pages
     model: str = "model/deepseek-v4.1-flash.json"  # a shipped shape, or a path of a config.json
+    kernels: str = "auto"
 
 
 def compile_case(case: StepCase) -> dict[str, Any]:
@@ -51,11 +53,15 @@ def compile_case(case: StepCase) -> dict[str, Any]:
 
     from deepinfer_jax.config.released import load_config
     from deepinfer_jax.config.runtime import RuntimeConfig
+    from deepinfer_jax.kernels.registry import COMPUTE_CAPABILITIES
     from deepinfer_jax.model.batch import StepBatch
+    from deepinfer_jax.model.kernel_weights import for_kernels
     from deepinfer_jax.model.shardings import STATE_SPECS, forward_on_mesh, placed_params, spread
     from deepinfer_jax.model.state import init_state
     from deepinfer_jax.parallel.mesh import CP, DP
+    from deepinfer_jax.testing import hlo
     from deepinfer_jax.testing.abstract import COMPILER_OPTIONS
+    from deepinfer_jax.testing.rank_aot import mosaic_calls
 
     count = case.dp * case.cp
     if case.target == "cpu":
@@ -71,9 +77,21 @@ def compile_case(case: StepCase) -> dict[str, Any]:
     own = Path(case.model)
     model = load_config(own if own.is_absolute() else shipped_config(case.model))
     config = RuntimeConfig(
-        model=model, target="cpu" if case.target == "cpu" else "nvidia", is_invariant=False, dp=case.dp, cp=case.cp
+        model=model,
+        target="cpu" if case.target == "cpu" else "nvidia",
+        is_invariant=False,
+        dp=case.dp,
+        cp=case.cp,
+        kernels=case.kernels,
     )
     params = placed_params(model, mesh)
+    if case.kernels in COMPUTE_CAPABILITIES:
+        with jax.default_device(found[0]):
+            arranged = jax.jit(functools.partial(for_kernels, config=config)).lower(params)
+            places = arranged.compile().output_shardings
+        params = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arranged.out_info, places
+        )
     make = functools.partial(init_state, config, num_slots=case.num_slots * case.dp, num_pages=case.num_pages * case.dp)
     state = jax.eval_shape(make)
 
@@ -100,6 +118,7 @@ def compile_case(case: StepCase) -> dict[str, Any]:
         "device_bytes": held,
         "fits": held < MEMORY_BYTES.get(case.target, float("inf")),
         "collectives": collective_bytes(text),
+        "own_kernels": mosaic_calls(hlo.instructions(text)),
     }
 
 
@@ -156,6 +175,9 @@ def _blank_batch(case: StepCase, cls: Any, jnp: Any) -> Any:
 def main() -> None:
     """Compiles the case of the command line."""
     os.environ["JAX_PLATFORMS"] = "cpu"
+    root = assembly.cuda_root()
+    if root is not None:
+        os.environ["CUDA_ROOT"] = str(root)
     sys.stdout.write(json.dumps(compile_case(StepCase(**json.loads(sys.argv[1])))) + "\n")
 
 

@@ -49,7 +49,8 @@ def compile_step(args: argparse.Namespace, location: Path) -> dict[str, Any]:
     """The record of `testing.aot` for the step that the options name."""
     file = location / CONFIG_NAME if location.is_dir() else location
     dp, cp = args.mesh
-    return compile_apart(StepCase(target=args.target, dp=dp, cp=cp, model=str(file.resolve()), **SIZES[args.step]))
+    sizes: dict[str, Any] = SIZES[args.step]
+    return compile_apart(StepCase(target=args.target, dp=dp, cp=cp, model=str(file.resolve()), **sizes))
 
 
 def step_text(step: dict[str, Any]) -> str:

@@ -77,7 +77,7 @@ def compile_rank(case: RankCase) -> RankStep:
     made = [(_bytes_of(one), one) for one in found if not one.is_fused and one.opcode not in _NO_ARRAY]
     largest = max(made, key=lambda pair: pair[0])
     return RankStep(
-        calls=_calls(found),
+        calls=mosaic_calls(found),
         kernels=step_bench.counted_kernels(compiled),
         largest_bytes=largest[0],
         largest=largest[1].text[:300],
@@ -119,7 +119,8 @@ def _bytes_of(one: Any) -> int:
     return max((math.prod(shape) * sizes.get(dtype, 4) for dtype, shape in one.arrays), default=0)
 
 
-def _calls(found: Any) -> dict[str, int]:
+def mosaic_calls(found: Any) -> dict[str, int]:
+    """Mosaic calls among instructions of `testing.hlo`, by the function that `kernels.calls.shared_call` made."""
     names = (re.search(r"jit\((\w+)\)/\w+/mpmd_map", one.text) for one in found if CUSTOM_CALL in one.text)
     return dict(sorted(collections.Counter(name[1] for name in names if name is not None).items()))
 
