@@ -17,7 +17,7 @@ from deepinfer_jax.engine import drafting, layout
 from deepinfer_jax.engine.buckets import StepShape
 from deepinfer_jax.engine.drafting import Draws, Speculation
 from deepinfer_jax.engine.layout import Chunks, LogitRows, Newest
-from deepinfer_jax.kernels.experts.api import HopperMatrix, pack_matrix
+from deepinfer_jax.kernels.experts.api import PackedMatrix, pack_matrix
 from deepinfer_jax.model import state as caches
 from deepinfer_jax.model.backbone import Features, StepOutput, forward
 from deepinfer_jax.model.params import Params
@@ -349,6 +349,6 @@ def _masks_of_rows(masks: Masks, chunks: Chunks, rows: LogitRows) -> tuple[UInt3
 
 
 @functools.partial(jax.jit, donate_argnames=("w",))
-def pack_experts(w: ScaledArray) -> HopperMatrix:
+def pack_experts(w: ScaledArray) -> PackedMatrix:
     """A matrix of all experts as their kernel reads it, in the place of the one that is given."""
     return pack_matrix(w)

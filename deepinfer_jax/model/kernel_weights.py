@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.kernels.experts.api import HopperMatrix, pack_matrix, wants_packed
+from deepinfer_jax.kernels.experts.api import PackedMatrix, pack_matrix, wants_packed
 from deepinfer_jax.kernels.linear.api import keeps_plain, packed
 from deepinfer_jax.model.leaves import unchecked
 from deepinfer_jax.model.params import MoeParams, Params, layer_slice
@@ -18,7 +18,7 @@ _MATRICES = ("w1", "w2", "w3")  # of experts
 
 
 def for_kernels(
-    params: Params, *, config: RuntimeConfig, pack: Callable[[ScaledArray], HopperMatrix] = pack_matrix
+    params: Params, *, config: RuntimeConfig, pack: Callable[[ScaledArray], PackedMatrix] = pack_matrix
 ) -> Params:
     """The parameters for the steps of this config; on a mesh the pieces stay where they are.
 

@@ -9,7 +9,7 @@ import numpy as np
 from deepinfer_jax.checkpoint.names import num_lead_axes
 from deepinfer_jax.config.roles import layer_roles
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.kernels.experts.api import HopperMatrix
+from deepinfer_jax.kernels.experts.api import PackedMatrix
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.testing.kernel_bench import Ceilings
 from deepinfer_jax.testing.rank_model import StepLoad, rank_schema
@@ -36,7 +36,7 @@ def step_bytes(config: RuntimeConfig, params: Params, load: StepLoad) -> int:
     size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))  # noqa: E731
     looked_up = (params.embed, params.engram.embed, params.engram.token_map)
     # Scales that have become steps stay for the reference, and no kernel reads them.
-    is_packed = lambda node: isinstance(node, HopperMatrix)  # noqa: E731
+    is_packed = lambda node: isinstance(node, PackedMatrix)  # noqa: E731
     matrices = jax.tree.leaves(params.moe.experts, is_leaf=is_packed)
     routed = size(params.moe.experts) - size([w.scale for w in matrices if is_packed(w)])
     total = size(params) - size(params.moe.experts) - size(looked_up)

@@ -14,6 +14,7 @@ CASES = [
     ("linear", "wo_b_512_rows"),
     ("linear", "wo_a_128_rows"),
     ("linear", "head_16_rows"),
+    ("linear", "router_16_rows"),
     ("attention", "decode_128_rows"),
     ("indexer", "decode_16_rows_of_65536"),
     ("indexer", "best_512_of_128_rows_of_8192"),
@@ -33,6 +34,7 @@ LAUNCHES = {
     "wo_b_512_rows": 2,
     "wo_a_128_rows": 1,
     "head_16_rows": 1,
+    "router_16_rows": 1,
 }
 
 needs_assembler = pytest.mark.skipif(assembly.why_not() is not None, reason=str(assembly.why_not()))

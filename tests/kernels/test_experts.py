@@ -88,6 +88,16 @@ def test_row_does_not_depend_on_others(name, num_sms):
 
 @on_both
 @pytest.mark.slow
+def test_row_does_not_depend_on_how_many_share_its_expert(name):
+    ids, is_live = IDS["one expert has all"]
+    inputs = make(ids, is_live)
+    together = kernel(name)(*inputs)
+    alone = kernel(name)(*inputs[:3], jnp.arange(len(ids)) == 5, *inputs[4:])
+    compare.assert_bitwise(alone[5], together[5])
+
+
+@on_both
+@pytest.mark.slow
 def test_layer_of_a_stack_is_read_in_place(name):
     ids, is_live = IDS["mixed"]
     first, second = make(ids, is_live), make(ids, is_live, seed=1)

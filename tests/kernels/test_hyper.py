@@ -24,6 +24,12 @@ def make(num_rows):
 SIZES = [1, 5, 16, 33, pytest.param(128, marks=pytest.mark.slow)]
 
 
+def run(kernel, *inputs):
+    """The kernel interpreted, until it is done: its threads call JAX, as operations of the reference do, and both could
+    wait for each other."""
+    return jax.block_until_ready(kernel(*inputs, interpret=INTERPRET))
+
+
 def check(got, want):
     rel_l2 = COEFFICIENTS_REL_L2 if want.dtype == jnp.float32 else ROWS_REL_L2
     compare.assert_close(got, want, rel_l2=rel_l2)
@@ -32,14 +38,14 @@ def check(got, want):
 @pytest.mark.parametrize("num_rows", SIZES)
 def test_mix_matches_reference(num_rows, capfd):
     inputs = make(num_rows)
-    jax.tree.map(check, cases.kernel_mix(*inputs, interpret=INTERPRET), cases.reference_mix(*inputs))
+    jax.tree.map(check, run(cases.kernel_mix, *inputs), cases.reference_mix(*inputs))
     assert "RACE" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("num_rows", SIZES)
 def test_expanded_streams_match_reference_and_are_what_is_mixed(num_rows, capfd):
     out, streams, before, mixer = make(num_rows)
-    new, *mixed = cases.kernel_both(out, streams, before, mixer, interpret=INTERPRET)
+    new, *mixed = run(cases.kernel_both, out, streams, before, mixer)
     check(new, hyper.expand(out, streams, before))
     jax.tree.map(check, tuple(mixed), cases.reference_mix(out, new, before, mixer))
     assert "RACE" not in "".join(capfd.readouterr())
@@ -49,17 +55,17 @@ def test_expanded_streams_match_reference_and_are_what_is_mixed(num_rows, capfd)
 def test_row_does_not_depend_on_other_rows(num_rows):
     """Tiles are of 8 rows in the one call and of 16 in the other."""
     inputs = make(16)
-    whole = cases.kernel_both(*inputs, interpret=INTERPRET)
-    alone = cases.kernel_both(*cases.cut_rows(inputs, num_rows), interpret=INTERPRET)
+    whole = run(cases.kernel_both, *inputs)
+    alone = run(cases.kernel_both, *cases.cut_rows(inputs, num_rows))
     jax.tree.map(lambda got, want: compare.assert_bitwise(got, want[:num_rows]), alone, whole)
 
 
 def test_streams_of_both_forms_are_the_same():
     inputs = make(8)
-    streams, mix, x = cases.kernel_both(*inputs, interpret=INTERPRET)
-    compare.assert_bitwise(cases.kernel_expand(*inputs, interpret=INTERPRET), streams)
+    streams, mix, x = run(cases.kernel_both, *inputs)
+    compare.assert_bitwise(run(cases.kernel_expand, *inputs), streams)
     _, _, before, mixer = inputs
-    again = cases.kernel_mix(inputs[0], streams, before, mixer, interpret=INTERPRET)
+    again = run(cases.kernel_mix, inputs[0], streams, before, mixer)
     jax.tree.map(compare.assert_bitwise, again, (mix, x))
 
 

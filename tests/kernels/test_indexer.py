@@ -115,6 +115,7 @@ def test_best_entries_are_those_of_the_reference(is_listed, module):
     best = module.best_entries(
         queries, weights, listed if is_listed else None, visible, keys, **given, interpret=INTERPRET
     )
+    jax.block_until_ready(best)  # before operations of the reference are dispatched: both call JAX
     padded = indexer.pad_entries(listed)
     want = api.best_entries(queries, weights, padded, visible, keys, **given, backend=Backend(kernels="reference"))
     assert best.scores.dtype == jnp.bfloat16

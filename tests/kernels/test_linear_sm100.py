@@ -44,7 +44,9 @@ def make(num_rows: int, num_outputs: int = 128, width: int = 256) -> tuple:
 )
 def test_matches_reference(num_rows, num_outputs, width, capfd):
     x, w = make(num_rows, num_outputs, width)
-    compare.assert_close(kernel()(x, w), linear(x, w), rel_l2=REL_L2)
+    # Threads of the interpreter call JAX, which may wait for ever while operations of the reference are dispatched too.
+    got = jax.block_until_ready(kernel()(x, w))
+    compare.assert_close(got, linear(x, w), rel_l2=REL_L2)
     assert "RACE" not in "".join(capfd.readouterr())
 
 
@@ -113,7 +115,7 @@ def make_bf16(num_rows: int, groups: int, num_outputs: int, width: int) -> tuple
 
 def test_groups_have_columns_of_their_own(capfd):
     x, w = make_bf16(21, 2, 512, 192)
-    got = mosaic_sm100.grouped_linear(x, w, num_sms=2, tiling=TILING, interpret=INTERPRET)
+    got = jax.block_until_ready(mosaic_sm100.grouped_linear(x, w, num_sms=2, tiling=TILING, interpret=INTERPRET))
     compare.assert_close(got, grouped_linear(x, w), rel_l2=REL_L2)
     assert "RACE" not in "".join(capfd.readouterr())
 
@@ -122,7 +124,7 @@ def test_groups_have_columns_of_their_own(capfd):
 def test_bf16_products_are_exact(out_dtype):
     x, w = make_bf16(8, 1, 128, 384)
     run = functools.partial(mosaic_sm100.linear_bf16, num_sms=2, tiling=TILING, interpret=INTERPRET)
-    got = run(x[:, 0], w, out_dtype=out_dtype)
+    got = jax.block_until_ready(run(x[:, 0], w, out_dtype=out_dtype))
     assert got.dtype == out_dtype
     compare.assert_close(
         got, linear_f32(x[:, 0], w).astype(out_dtype), rel_l2=F32_REL_L2 if out_dtype == jnp.float32 else REL_L2

@@ -1,4 +1,7 @@
-"""A decode step of the released widths through the kernels for Hopper, lowered and compiled without a GPU."""
+"""A decode step of the released widths through the kernels for Hopper, lowered and compiled without a GPU.
+
+And a layer of small widths through the kernels for Hopper and for Blackwell, interpreted.
+"""
 
 import dataclasses
 import functools
@@ -14,12 +17,16 @@ from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.kernel_choice import step_choices
 from deepinfer_jax.kernels.attention import mosaic_sm90 as attention
+from deepinfer_jax.kernels.attention import mosaic_sm100 as attention_sm100
 from deepinfer_jax.kernels.experts import mosaic_sm90 as experts
-from deepinfer_jax.kernels.experts.api import HopperMatrix
+from deepinfer_jax.kernels.experts import mosaic_sm100 as experts_sm100
+from deepinfer_jax.kernels.experts.api import PackedMatrix
 from deepinfer_jax.kernels.hyper import mosaic as hyper
 from deepinfer_jax.kernels.indexer import mosaic_sm90 as indexer
+from deepinfer_jax.kernels.indexer import mosaic_sm100 as indexer_sm100
 from deepinfer_jax.kernels.indexer import topk
 from deepinfer_jax.kernels.linear import mosaic_sm90 as linear
+from deepinfer_jax.kernels.linear import mosaic_sm100 as linear_sm100
 from deepinfer_jax.model.moe import needs_quantized_rows
 from deepinfer_jax.model.variants import layer_weights
 from deepinfer_jax.testing import assembly, rank_aot
@@ -51,7 +58,7 @@ ONE_EXPERT_BYTES = 5120 * 2304 // 2  # of one matrix; a layer's stack of it has 
 def test_a_kernel_is_lowered_once_for_all_layers():
     config, _ = rank_aot.step_of(CASE)
     arguments = rank_aot.abstract_arguments(CASE)
-    assert isinstance(arguments[0].moe.experts.w2, HopperMatrix)
+    assert isinstance(arguments[0].moe.experts.w2, PackedMatrix)
     text = jitted_step(config).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r"call @(\w+?)(?:_\d+)?\(", text)
     assert {name: calls.count(name) for name in ("attend", "routed_experts", "linear")} == {
@@ -103,12 +110,16 @@ def test_a_step_holds_every_kernel_and_no_copy_of_weights():
 def interpreted(monkeypatch):
     """The kernels on two multiprocessors of the interpreter."""
     given = {"interpret": plgpu.InterpretGPUParams()}
-    for module, names in {experts: ("routed_experts",), linear: ("linear", "linear_bf16", "grouped_linear")}.items():
+    linears, routed = ("linear", "linear_bf16", "grouped_linear"), ("routed_experts",)
+    persistent = {experts: routed, experts_sm100: routed, linear: linears, linear_sm100: linears}
+    for module, names in persistent.items():
         for name in names:
             monkeypatch.setattr(module, name, functools.partial(getattr(module, name), num_sms=2, **given))
     plain = {
         attention: ("attend",),
+        attention_sm100: ("attend",),
         indexer: ("best_entries",),
+        indexer_sm100: ("best_entries",),
         topk: ("candidate_blocks",),
         hyper: ("expand", "mix", "expand_and_mix"),
     }
@@ -118,7 +129,8 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_layer_through_the_kernels_is_that_of_the_reference(interpreted):
+@pytest.mark.parametrize("kernels", [NAME, "mosaic_sm100"])
+def test_a_layer_through_the_kernels_is_that_of_the_reference(interpreted, kernels):
     model = dataclasses.replace(
         rank_model(load_config(shipped_config(CASE.model)), num_layers=1),
         vocab_size=512,
@@ -133,10 +145,8 @@ def test_a_layer_through_the_kernels_is_that_of_the_reference(interpreted):
         image_token_id=500,
         dspark_noise_token_id=501,
     )
-    config = RuntimeConfig(model=model, target="nvidia", is_invariant=False, kernels="mosaic_sm90")
+    config = RuntimeConfig(model=model, target="nvidia", is_invariant=False, kernels=kernels)
     choices = step_choices(config, num_rows=8)
-    assert {choices[op] for op in ("attention", "experts", "grouped_linear", "hyper", "indexer", "linear")} == {
-        "mosaic_sm90"
-    }
+    assert {choices[op] for op in ("attention", "experts", "grouped_linear", "hyper", "indexer", "linear")} == {kernels}
     case = StepLoad(num_rows=3, context=130, num_experts=8)
-    assert compare_logits(config, case, ("mosaic_sm90", "reference")) < LOGITS_REL_L2
+    assert compare_logits(config, case, (kernels, "reference")) < LOGITS_REL_L2

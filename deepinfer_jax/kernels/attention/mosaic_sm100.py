@@ -1,7 +1,7 @@
 """Attention of decode and verify rows over packed keys on Blackwell; `kernels/attention/api.py` has the reference.
 
 Roofline of a B200 at 128 rows of the released shape (64 heads x 512, window 128, 512 selected): 10.7 GFLOP, 10 us at
-half of 2.25 PFLOP/s, which is what instructions of 64 rows give; 45 MB, 6 us at 8 TB/s. Arithmetic limits.
+half of 2.25 PFLOP/s, which instructions of 64 rows are taken to reach; 45 MB, 6 us at 8 TB/s. Arithmetic limits.
 
 `row_kernel` says how; here are its products, which tensor memory holds: the scores of a tile until they are read, and
 the sums of values, which are scaled there before those of the next tile are added. Keys, queries and weights lie in

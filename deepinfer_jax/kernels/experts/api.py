@@ -25,7 +25,7 @@ Index = int | Int[Array, ""]
 PackedExperts = cann.PackedExperts
 PackedShared = cann.PackedShared
 # One of their matrices as the kernels for Hopper and for Blackwell read it, as `model/kernel_weights.py` makes it.
-HopperMatrix = packed.PackedExperts
+PackedMatrix = packed.PackedExperts
 pack_matrix = packed.pack_experts
 # CANN's form, or a node with the matrices w1 (gate), w2 (down) and w3 (up): plain, packed, or as these kernels read
 # them.
@@ -50,7 +50,7 @@ def _routed(
 
     def apply(expert: Int[Array, ""], x: Float[Array, "B D"], weight: Float32[Array, " B"]) -> Float[Array, "B D"]:
         own = jax.tree.map(lambda a: a[layer, expert], experts)
-        w1, w2, w3 = (packed.unpacked(w) if isinstance(w, HopperMatrix) else w for w in (own.w1, own.w2, own.w3))
+        w1, w2, w3 = (packed.unpacked(w) if isinstance(w, PackedMatrix) else w for w in (own.w1, own.w2, own.w3))
         return moe.expert(x, w1, w2, w3, weight, limit=limit, quantizes=quantizes)
 
     return moe.routed_experts(

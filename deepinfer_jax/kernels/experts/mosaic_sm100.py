@@ -196,19 +196,19 @@ class _Product(UnitProduct):
             def _(warp: Array) -> None:
                 @pl.when(warp == COPY_WARP)
                 def _() -> None:
-                    self.for_units(inputs, lambda unit: self._copy_unit(unit, inputs, shared))
+                    self.for_units(inputs, num_own, lambda unit: self._copy_unit(unit, inputs, shared))
                     observe_last(shared.decoded, num_chunks, self.stages)
                     observe_last(shared.multiplied, num_chunks, self.stages)
                     observe_last(shared.unit_free, num_own, SLOTS)
 
                 @pl.when(warp == ISSUE_WARP)
                 def _() -> None:
-                    self.for_units(inputs, lambda unit: self._multiply_unit(unit, shared))
+                    self.for_units(inputs, num_own, lambda unit: self._multiply_unit(unit, shared))
                     observe_last(shared.drained, num_own, SUM_SLOTS)
 
         @pl.when(warpgroup == STORERS)
         def _() -> None:
-            self.for_units(inputs, lambda unit: self._store_unit(unit, out, shared))
+            self.for_units(inputs, num_own, lambda unit: self._store_unit(unit, out, shared))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup >= DECODERS)

@@ -186,19 +186,19 @@ class _Product(UnitProduct):
 
     def run(self, inputs: Inputs, out: Any, **scratch: Any) -> None:
         shared, warpgroup = _Shared(**scratch), lax.axis_index("warpgroup")
+        num_own = self.num_own(inputs)
 
         @pl.when(warpgroup == self.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-            self.for_units(inputs, lambda unit: self._copy_unit(unit, inputs, shared))
-            num_own = self.num_own(inputs)
+            self.for_units(inputs, num_own, lambda unit: self._copy_unit(unit, inputs, shared))
             observe_last(shared.free, num_own * self.num_chunks, self.stages)
             observe_last(shared.unit_free, num_own, SLOTS)
 
         @pl.when(warpgroup < self.warpgroups)
         def _() -> None:
             plgpu.set_max_registers(self.tiling.registers, action="increase")
-            self.for_units(inputs, lambda unit: self._multiply_unit(unit, out, shared))
+            self.for_units(inputs, num_own, lambda unit: self._multiply_unit(unit, out, shared))
 
     def _copy_unit(self, unit: Unit, inputs: Inputs, shared: _Shared) -> None:
         rows = self.first_rows(unit)

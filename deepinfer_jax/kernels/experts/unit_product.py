@@ -170,8 +170,8 @@ class UnitProduct(abc.ABC):
         num_units = inputs.num_tiles[0] * self.units_of_tile
         return lax.max(num_units - lax.axis_index("sm") + self.num_sms - 1, jnp.int32(0)) // self.num_sms
 
-    def for_units(self, inputs: Inputs, run: Callable[[Unit], None]) -> None:
-        """run(unit) for all units of this block."""
+    def for_units(self, inputs: Inputs, num_own: Array, run: Callable[[Unit], None]) -> None:
+        """run(unit) for all `num_own` units of this block."""
         sm = lax.axis_index("sm")
 
         def unit_at(index: Array) -> Unit:
@@ -185,7 +185,7 @@ class UnitProduct(abc.ABC):
             run(unit)
             return following
 
-        lax.fori_loop(0, self.num_own(inputs), step, unit_at(jnp.int32(0)))
+        lax.fori_loop(0, num_own, step, unit_at(jnp.int32(0)))
 
     def for_blocks(self, unit: Unit, run: Callable[[int], None]) -> None:
         """run(rows) for the padded number of rows, which is then a constant."""
