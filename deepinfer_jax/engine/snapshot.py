@@ -121,7 +121,9 @@ def fingerprint(params: Params, runtime: RuntimeConfig) -> str:
     return digest.hexdigest()[:32]
 
 
-def _samples_of(leaf: jax.Array, index: Any) -> jax.Array:
+def _samples_of(leaf: jax.Array, index: Any) -> jax.Array | np.ndarray:
+    if [device.platform for device in leaf.devices()] == ["cpu"]:
+        return np.asarray(leaf)[index]  # a view: nothing is copied, or compiled
     if leaf.sharding.memory_kind != HOST_MEMORY:
         return leaf[index]
     return steps.samples_on_host(leaf, *(np.asarray(one, np.int32) for one in index))
