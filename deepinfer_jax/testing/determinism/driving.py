@@ -138,6 +138,11 @@ class Watch:
             elif name not in self.states and num_tokens >= self._texts.state_at:
                 self._read_state(request_id, name)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every watched request that was added has ended."""
+        return all(outputs and outputs[-1].finished for outputs in self.outputs.values())
+
     def results(self) -> dict[str, Result]:
         """What every watched request gave."""
         return {name: result_of(fold_end(outputs), self.states.get(name)) for name, outputs in self.outputs.items()}
@@ -176,7 +181,7 @@ def run_requests(
     interrupt: Interrupt | None = None,
     keeps_prefixes: bool = False,
 ) -> Run:
-    """Runs requests to their end, each from the step on at which it comes.
+    """Runs watched requests to their end, each from the step on at which it comes; nobody reads what others do then.
 
     interrupt: applied to each watched request once, in the middle of its answer. keeps_prefixes: what earlier runs
     left in the prefix cache stays there; else nothing is known. Raises RuntimeError for requests that do not end.
@@ -190,11 +195,14 @@ def run_requests(
     for step in range(limit):
         while waiting and (waiting[0].step <= step):
             watch.add(waiting.pop(0))
-        if not waiting and not engine.has_unfinished_requests():
+        if watch.is_over and not any(arrival.is_watched for arrival in waiting):
             break
         watch.step()
     else:
         raise RuntimeError(f"{engine.get_num_unfinished_requests()} requests have not ended after {limit} steps")
+    for arrival in arrivals:
+        if not arrival.is_watched and engine.is_known(arrival.request.name):
+            engine.abort_request(arrival.request.name)
     engine.flush_inflight_reqs()
     after = _figures(engine)
     notes = {name: after[name] - before[name] for name in after} | {"rows": counter.largest_step}
