@@ -32,11 +32,8 @@ from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling import logits as sampling
 from deepinfer_jax.sampling.logits import SampleSettings
 
-# What a GPU runs of a step without its host: all that XLA records by itself, and loops and branches, for which the host
-# would wait. Without them a batch-invariant step of the embedded model takes three times as long.
-_RECORDED = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION", "WHILE", "CONDITIONAL")
-# A step rounds where the specification says, nowhere else and nowhere less. Other devices read no option for GPUs.
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_gpu_enable_command_buffer": ",".join(_RECORDED)}
+# A step rounds where the specification says, nowhere else and nowhere less.
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 # Nor is anything chosen by timing it, which differs between processes, or added in the order of arrival.
 REPEATABLE_OPTIONS = {**COMPILER_OPTIONS, "xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
 
