@@ -11,7 +11,7 @@ from deepinfer_jax.config.places import shipped_config
 from deepinfer_jax.config.released import load_config
 from deepinfer_jax.engine.engine import EngineHooks, LLMEngine
 from deepinfer_jax.engine.llm import LLM
-from deepinfer_jax.model.params import init_params
+from deepinfer_jax.model.params import Params, init_params
 from deepinfer_jax.scheduler.verification import VerificationPolicy
 from deepinfer_jax.text.tiny_tokenizer import write_tiny_byte
 
@@ -49,11 +49,12 @@ def tiny_engine(
     *,
     hooks: EngineHooks | None = None,
     verification: VerificationPolicy | None = None,
+    params: Params | None = None,
     **options: Any,
 ) -> LLMEngine:
     """The same as `LLMEngine`, under these variables and no others; requests that give way are computed again."""
     args = EngineArgs(model, **_sized({"stop_preempted_request": False, **options}))
-    return LLMEngine(resolve(args, environ or {}), hooks=hooks, verification=verification)
+    return LLMEngine(resolve(args, environ or {}), hooks=hooks, verification=verification, params=params)
 
 
 def _sized(options: dict[str, Any]) -> dict[str, Any]:

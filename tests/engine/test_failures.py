@@ -5,8 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from deepinfer_jax.engine import engine as module
-from deepinfer_jax.engine.setup import load_engine_model
+from deepinfer_jax.checkpoint.load import load_model
 from deepinfer_jax.testing import tiny
 from tests.engine.driving import (
     Recorder,
@@ -129,19 +128,15 @@ def test_an_exception_of_a_hook_is_raised_and_the_engine_goes_on(tiny_model, und
 
 
 @pytest.fixture
-def poisoned(tiny_model, undisturbed, monkeypatch):
+def poisoned(tiny_model, undisturbed):
     """An engine whose embedding of one token, which nobody else draws or is given, is not a number."""
     used = {token for outputs in undisturbed.values() for token, _ in outputs}
     given = {token for length in (37, 1, 150, 64, 70, 9, 90) for token in prompt_of(length)}
     token = min(set(range(3, 259)) - used - given)
 
-    def load(config):
-        loaded = load_engine_model(config)
-        embed = loaded.params.embed.at[token].set(jnp.nan)
-        return dataclasses.replace(loaded, params=dataclasses.replace(loaded.params, embed=embed))
-
-    monkeypatch.setattr(module, "load_engine_model", load)
-    return tiny.tiny_engine(tiny_model), token
+    params, _ = load_model(tiny_model, with_vision=True)
+    embed = params.embed.at[token].set(jnp.nan)
+    return tiny.tiny_engine(tiny_model, params=dataclasses.replace(params, embed=embed)), token
 
 
 @pytest.mark.parametrize("place", [0, 40, 89])

@@ -1,7 +1,6 @@
 """What callers give as images: every form of a picture, and clear words for all the rest."""
 
 import base64
-import dataclasses
 import io
 import time
 from pathlib import Path
@@ -11,10 +10,9 @@ import pytest
 from PIL import Image
 
 from deepinfer_jax import LLM, SamplingParams
-from deepinfer_jax.engine import engine as engine_module
+from deepinfer_jax.checkpoint.load import load_model
 from deepinfer_jax.engine import images
 from deepinfer_jax.engine.images import ImageReader
-from deepinfer_jax.engine.setup import load_engine_model
 from deepinfer_jax.testing import tiny
 from deepinfer_jax.text.chat import load_chat_encoder
 from tests.engine.driving import add, check_free, drain, facts_of, params_of, reasons
@@ -143,13 +141,9 @@ def test_a_prompt_that_is_not_chunked_has_no_more_images_than_a_step(tiny_model)
         add(engine, "a", [IMAGE_ID] * 3, multi_modal_data={"images": [A] * 3})
 
 
-def test_a_model_without_vision_weights_refuses_images(tiny_model, monkeypatch):
-    def load(config):
-        loaded = load_engine_model(config)
-        return dataclasses.replace(loaded, params=dataclasses.replace(loaded.params, vision=None))
-
-    monkeypatch.setattr(engine_module, "load_engine_model", load)
-    engine = tiny.tiny_engine(tiny_model)
+def test_a_model_without_vision_weights_refuses_images(tiny_model):
+    params, _ = load_model(tiny_model)
+    engine = tiny.tiny_engine(tiny_model, params=params)
     with pytest.raises(ValueError, match="prompt 0 has images, and this model has no vision weights"):
         add(engine, "a", [IMAGE_ID], multi_modal_data={"images": [A]})
     add(engine, "b", [5], params_of(1, 2))

@@ -9,10 +9,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepinfer_jax.config.runtime import Backend
-from deepinfer_jax.kernels.linear import api, cases, mosaic_sm90
-from deepinfer_jax.kernels.linear.mosaic_sm90 import Tiling, num_splits
+from deepinfer_jax.kernels.linear import api, cases, mosaic_sm90, units_sm90
+from deepinfer_jax.kernels.linear.mosaic_sm90 import num_splits
 from deepinfer_jax.kernels.linear.packed_sm90 import pack
 from deepinfer_jax.kernels.linear.products_sm90 import Fp8RowsProduct
+from deepinfer_jax.kernels.linear.units_sm90 import Product, Tiling
 from deepinfer_jax.kernels.registry import MOSAIC_SM90, NVIDIA, REFERENCE
 from deepinfer_jax.ops.linear import grouped_linear, linear, linear_f32
 from deepinfer_jax.testing import compare
@@ -188,14 +189,14 @@ def test_bad_tiling_is_an_error():
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.bfloat16])
 def test_every_copy_begins_where_the_copy_engine_can_write(num_rows, dtype):
     is_scaled = dtype == jnp.uint8
-    padded, row_tile = mosaic_sm90._tiled(num_rows, mosaic_sm90.TILING, is_scaled=is_scaled)
-    product = mosaic_sm90._Product(
+    padded, row_tile = mosaic_sm90._tiled(num_rows, units_sm90.TILING, is_scaled=is_scaled)
+    product = Product(
         num_rows=padded,
         num_outputs=256,
         width=1024,
         splits=1,
         row_tile=row_tile,
-        tiling=mosaic_sm90.TILING,
+        tiling=units_sm90.TILING,
         dtype=jnp.dtype(dtype),
         out_dtype=jnp.dtype(jnp.bfloat16),
         num_sms=2,
