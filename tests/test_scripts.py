@@ -213,6 +213,29 @@ def test_a_decode_step_of_a_rank_has_a_line_for_each_cell(call):
 
 
 @pytest.mark.slow
+def test_a_chunk_of_a_prompt_has_a_line_and_is_compared_with_a_moved_reference(call):
+    printed = call(
+        "bench_steps",
+        *("--model", SCRIPTS.parent / "configs/model/tiny.json", "--kernels", "reference", "--layers", 3),
+        *("--experts", 4, "--rows", "--prefill", 8, "--contexts", 40, "--turns", 1, "--check"),
+    )
+    cell, check = [json.loads(line) for line in printed.splitlines()]
+    assert (cell["op"], cell["case"]) == ("step_prefill", "8 rows of one prompt, context 40")
+    assert cell["flops"]["fp8"] > 0 and cell["flops"]["bf16"] > 0 and cell["bound"] is None
+    assert check["op"] == "step_check" and check["rel_err"] == 0.0
+    few, many = check["moved_rel_err"]
+    assert check["moved_shares"] == [0.001, 0.1] and 0.0 <= few <= many and many > 0.0
+
+
+@pytest.mark.slow
+def test_an_engine_runs_weights_that_its_benchmark_has_drawn(call):
+    sizes = ("--batch", 4, "--tokens", 4, "--turns", 1, "--max-model-len", 256, "--eager")
+    printed = call("bench_engine", "batch", "--layers", 3, "--drawn-on-device", *sizes)
+    [line] = [json.loads(each) for each in printed.splitlines()]
+    assert (line["scenario"], line["layers"]) == ("batch", 3) and line["tokens_per_s_4"] > 0
+
+
+@pytest.mark.slow
 def test_steps_on_meshes_are_timed(call):
     sizes = ("--experts", 4, "--rows", 8, "--chunk", 64, "--context", 256, "--turns", 1)
     printed = call("bench_mesh", "--model", SCRIPTS.parent / "configs/model/tiny.json", "--mesh", "1x1", "2x1", *sizes)

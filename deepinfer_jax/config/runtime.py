@@ -11,7 +11,7 @@ from deepinfer_jax.config.model import ModelConfig
 
 NumericsName = Literal["fp32_noqdq", "fp32", "bf16", "q"]
 ReplayMode = Literal["off", "mask", "compact"]
-ROW_TILES = (8, 16, 32, 64, 128)
+ROW_TILE_SIZES = (8, 16, 32, 64, 128)
 KernelChoice = str  # "auto", "reference", or the name of one implementation
 
 
@@ -96,8 +96,8 @@ class RuntimeConfig:
                 f"forced_imbalance={self.forced_imbalance} makes a row's experts depend on its place in the step, "
                 "against batch-invariant mode; set DEEPINFER_BATCH_INVARIANT=0 for such benchmarks"
             )
-        if self.row_tile not in ROW_TILES:
-            raise ValueError(f"row_tile={self.row_tile} must be one of {ROW_TILES}")
+        if self.row_tile not in ROW_TILE_SIZES:
+            raise ValueError(f"row_tile={self.row_tile} must be one of {ROW_TILE_SIZES}")
 
     @property
     def backend(self) -> Backend:

@@ -92,6 +92,7 @@ def load_engine_model(config: EngineConfig, own_params: Params | None = None) ->
         else:
             model = load_config(location)
             check_params(own_params, model, with_draft=config.num_draft_tokens > 0)
+            own_params = own_params if bridge is None else dataclasses.replace(own_params, vision=None)
             params = place_params(own_params, model, mesh=mesh, spare_experts=spare_experts, engram_on_host=on_host)
     if config.source("engram_pad_token") != DEFAULT:
         model = dataclasses.replace(model, engram_pad_token_id=config.engram_pad_token)

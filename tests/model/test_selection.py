@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -47,3 +48,24 @@ def test_choices_do_not_depend_on_a_list_of_all_entries(tiny_a, monkeypatch, pag
     assert found.keys() == reference.keys()
     for name, value in reference.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_candidates_that_the_caller_gives_keep_their_list(tiny_a, monkeypatch):
+    params, base = tiny_a
+    config = RuntimeConfig(model=dataclasses.replace(base.model, candidate_topk_blocks=32), is_invariant=False)
+    has_list = []
+    plain = selection.index_choice.best_entries
+
+    def noted(queries, weights, listed, *rest, **given):
+        has_list.append(listed is not None)
+        return plain(queries, weights, listed, *rest, **given)
+
+    monkeypatch.setattr(selection.index_choice, "best_entries", noted)
+    monkeypatch.setattr(selection, "_in_kernel", lambda *_, **__: True)
+    state, pages = new_state(config, pages_per_slot=1)
+    batch = make_batch([[5] * 8], [0], [1], pages, logits="all")
+    name = f"layers.{config.model.candidate_source_layer_id}.candidate_mask"
+    for forced, want in ({}, False), ({name: jnp.ones((8, config.page_tokens), bool)}, True):
+        has_list.clear()
+        jax.eval_shape(functools.partial(forward, config=config, forced_selection=forced), params, state, batch)
+        assert any(has_list) == want

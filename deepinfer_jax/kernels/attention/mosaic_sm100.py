@@ -8,6 +8,7 @@ the sums of values, which are scaled there before those of the next tile are add
 lines of 64 bytes: an instruction of 64 rows works on two halves of its columns, and 64 keys are then 32 in each.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,12 +16,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, BFloat16, Float32, Int
+from jaxtyping import Array
 
+from deepinfer_jax.kernels.attention import row_kernel
 from deepinfer_jax.kernels.attention.block import HEADS, STAGES, Block, Products
-from deepinfer_jax.kernels.attention.keys import KeySources, RowPlaces
-from deepinfer_jax.kernels.attention.row_kernel import attend_keys, key_index, refuses
-from deepinfer_jax.kernels.mosaic import Interpret
+from deepinfer_jax.kernels.attention.row_kernel import refuses
 from deepinfer_jax.ops.attention import KEY_BLOCK
 
 __all__ = ["attend", "refuses"]
@@ -107,22 +107,4 @@ def _meet(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def attend(
-    q: BFloat16[Array, "T H K"],
-    sources: KeySources,
-    places: RowPlaces,
-    entries: Int[Array, "T N"],
-    sink: Float32[Array, " H"],
-    num_live: Int[Array, ""],
-    *,
-    tile: int,
-    has_fixed_trips: bool,
-    interpret: Interpret = None,
-) -> BFloat16[Array, "T H K"]:
-    """`api.attend` with one block for each row: a row's bits depend on that row only, whatever the tile.
-
-    Rows of slot -1 have no keys and give zeros.
-    """
-    del num_live, tile, has_fixed_trips
-    index = key_index(sources, places, entries)
-    return attend_keys(q, sources, index, sink, products=PRODUCTS, interpret=interpret)
+attend = functools.partial(row_kernel.attend, products=PRODUCTS)

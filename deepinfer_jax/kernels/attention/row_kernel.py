@@ -89,22 +89,27 @@ def key_index(sources: KeySources, places: RowPlaces, entries: Int[Array, "T N"]
     return jnp.concatenate([window, others], axis=1)
 
 
-def attend_keys(
+def attend(
     q: BFloat16[Array, "T H K"],
     sources: KeySources,
-    index: Int[Array, "T M"],
+    places: RowPlaces,
+    entries: Int[Array, "T N"],
     sink: Float32[Array, " H"],
+    num_live: Int[Array, ""],
     *,
     products: Products,
+    tile: int,
+    has_fixed_trips: bool,
     interpret: Interpret = None,
 ) -> BFloat16[Array, "T H K"]:
-    """Attention over the keys of `key_index`: blocks of 64 in that order, running maximum and sum in float32.
+    """`api.attend` over the keys of `key_index`: blocks of 64 in that order, running maximum and sum in float32.
 
-    A row's bits depend on that row only. Rows without keys give zeros.
-
-    Products, maximum, sum and the rounding of probabilities are those of `attend_blocks`; exponentials are the
-    approximate ones of the device, 2 ulp.
+    One block for each row: a row's bits depend on that row only, whatever the tile. Rows of slot -1 have no keys and
+    give zeros. Products, maximum, sum and the rounding of probabilities are those of `attend_blocks`; exponentials are
+    the approximate ones of the device, 2 ulp.
     """
+    del num_live, tile, has_fixed_trips
+    index = key_index(sources, places, entries)
     check_registers(products.consumer_registers, products.consumer_registers, products.producer_registers)
     rows, heads, width = q.shape
     num_tiles = index.shape[1] // KEY_BLOCK

@@ -219,14 +219,7 @@ class _Product(UnitProduct):
 
     def _copy_unit(self, unit: Unit, inputs: Inputs, shared: _Shared) -> None:
         rows = self.first_rows(unit)
-        self.copy_scales(
-            unit,
-            inputs,
-            row_scales=shared.row_scales,
-            factors=shared.factors,
-            unit_full=shared.unit_full,
-            unit_free=shared.unit_free,
-        )
+        self.copy_scales(unit, inputs, shared)
 
         def copy_chunk(chunk: Array, num_rows: int) -> None:
             step = unit.index * self.num_chunks + chunk

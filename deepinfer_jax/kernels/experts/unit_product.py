@@ -198,18 +198,16 @@ class UnitProduct(abc.ABC):
         first = unit.column * self.unit_rows
         return first, first + self.tile_rows if self.limit is None else first
 
-    def copy_scales(
-        self, unit: Unit, inputs: Inputs, *, row_scales: Any, factors: Any, unit_full: Any, unit_free: Any
-    ) -> None:
-        """Starts the copies of a unit's row scales and factors to its slot."""
+    def copy_scales(self, unit: Unit, inputs: Inputs, shared: Any) -> None:
+        """Starts the copies of a unit's row scales and factors to its slot; shared: has what `scale_types` names."""
         slot = unit.index % SLOTS
 
         @pl.when(unit.index >= SLOTS)
         def _() -> None:
-            plgpu.barrier_wait(unit_free.at[slot])
+            plgpu.barrier_wait(shared.unit_free.at[slot])
 
         for tile, first in enumerate(self.first_rows(unit)):
             source = inputs.row_scales[tile].at[unit.expert, pl.ds(first, self.tile_rows)]
-            plgpu.copy_gmem_to_smem(source, row_scales.at[slot, tile], unit_full.at[slot])
+            plgpu.copy_gmem_to_smem(source, shared.row_scales.at[slot, tile], shared.unit_full.at[slot])
         source = inputs.factors.at[:, pl.ds(unit.first_place, MAX_ROW_TILE)]
-        plgpu.copy_gmem_to_smem(source, factors.at[slot], unit_full.at[slot])
+        plgpu.copy_gmem_to_smem(source, shared.factors.at[slot], shared.unit_full.at[slot])

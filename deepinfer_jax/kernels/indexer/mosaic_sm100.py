@@ -28,7 +28,7 @@ from jaxtyping import Array, BFloat16, Float, Int
 from deepinfer_jax.kernels import mosaic
 from deepinfer_jax.kernels.fp4_codes import BY_ROW, TOP_FACTOR, TOP_STEP, code_table, rows_of_codes, signed_codes
 from deepinfer_jax.kernels.indexer import page_scores
-from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores
+from deepinfer_jax.kernels.indexer.keys import EntryKeys
 from deepinfer_jax.kernels.indexer.page_scores import (
     GROUPS,
     HEADS,
@@ -54,24 +54,6 @@ _KEY_TILES = line_tiles(WIDTH // 2, WIDTH // 2)
 _QUERY_TILES = line_tiles(WIDTH, WIDTH)
 _BY_KEY = plgpu.Layout.TCGEN05.reduce(1)  # of a tile of products
 _FACTOR_EXPONENT = int(math.log2(TOP_FACTOR))
-
-
-def best_entries(
-    queries: BFloat16[Array, "B I K"],
-    weights: BFloat16[Array, "B I"],
-    listed: Int[Array, "B N"] | None,
-    num_visible: Int[Array, " B"],
-    keys: EntryKeys,
-    *,
-    count: int,
-    needs_scores: bool,
-    has_fixed_trips: bool,
-    interpret: Interpret = None,
-) -> IndexScores:
-    """`api.best_entries`, by `scores_of_pages`; see `page_scores.best_entries`."""
-    del has_fixed_trips
-    given = {"count": count, "needs_scores": needs_scores, "interpret": interpret}
-    return page_scores.best_entries(scores_of_pages, queries, weights, listed, num_visible, keys, **given)
 
 
 def scores_of_pages(
@@ -129,6 +111,9 @@ def scores_of_pages(
         num_visible,
     )
     return scores.reshape(rows, -1)[:, :width]
+
+
+best_entries = functools.partial(page_scores.best_entries, score=scores_of_pages)
 
 
 def _score_run(*refs: Any, per_page: int, num_parts: int, interpret: Interpret, **smem: Any) -> None:

@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, BFloat16, Int
 
 from deepinfer_jax.kernels.indexer import page_scores
-from deepinfer_jax.kernels.indexer.keys import EntryKeys, IndexScores
+from deepinfer_jax.kernels.indexer.keys import EntryKeys
 from deepinfer_jax.kernels.indexer.page_scores import (
     GROUPS,
     HEADS,
@@ -66,24 +66,6 @@ _KEY_TILES = line_tiles(WIDTH // 2, WIDTH // 2)
 _QUERY_TILES = line_tiles(WIDTH, WIDTH)
 _BY_KEY = plgpu.Layout.WGMMA.reduce(1)  # of a tile of products
 _COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=mgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
-
-
-def best_entries(
-    queries: BFloat16[Array, "B I K"],
-    weights: BFloat16[Array, "B I"],
-    listed: Int[Array, "B N"] | None,
-    num_visible: Int[Array, " B"],
-    keys: EntryKeys,
-    *,
-    count: int,
-    needs_scores: bool,
-    has_fixed_trips: bool,
-    interpret: Interpret = None,
-) -> IndexScores:
-    """`api.best_entries`, by `scores_of_pages`; see `page_scores.best_entries`."""
-    del has_fixed_trips
-    given = {"count": count, "needs_scores": needs_scores, "interpret": interpret}
-    return page_scores.best_entries(scores_of_pages, queries, weights, listed, num_visible, keys, **given)
 
 
 def scores_of_pages(
@@ -134,6 +116,9 @@ def scores_of_pages(
         num_visible,
     )
     return scores.reshape(rows, -1)[:, :width]
+
+
+best_entries = functools.partial(page_scores.best_entries, score=scores_of_pages)
 
 
 def _score_run(*refs: Any, per_page: int, num_parts: int, interpret: bool, **smem: Any) -> None:

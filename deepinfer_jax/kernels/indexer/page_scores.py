@@ -37,21 +37,23 @@ def refuses(
 
 
 def best_entries(
-    score: Callable[..., BFloat16[Array, "B N"]],
     queries: BFloat16[Array, "B I K"],
     weights: BFloat16[Array, "B I"],
     listed: Int[Array, "B N"] | None,
     num_visible: Int[Array, " B"],
     keys: EntryKeys,
     *,
+    score: Callable[..., BFloat16[Array, "B N"]],
     count: int,
     needs_scores: bool,
-    interpret: Interpret,
+    has_fixed_trips: bool,
+    interpret: Interpret = None,
 ) -> IndexScores:
-    """`api.best_entries`, by a kernel's `scores_of_pages` and `best_listed`.
+    """`api.best_entries`, by `score`, which is a kernel's `scores_of_pages`, and `best_listed`.
 
     listed: None stands for all entries, whose keys are read where they are. Keys of a list are gathered first, packed.
     """
+    del has_fixed_trips
     if listed is not None:
         keys, num_visible = _listed_keys(keys, listed, num_visible)
     scores = score(queries, weights, keys, num_visible, interpret=interpret)
