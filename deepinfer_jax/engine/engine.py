@@ -54,11 +54,9 @@ class LLMEngine:
         verification: VerificationPolicy | None = None,
         params: Params | None = None,
     ) -> None:
-        """An engine of the configured model.
-
-        verification: in place of what `varlen_verification` says. params: in place of those of the model's files, in
-        the form of `checkpoint.load.load_model`; without a vision encoder images are refused. The engine takes over
-        their memory. Raises ValueError where they do not fit the config.
+        """verification: in place of what `varlen_verification` says. params: in place of those of the model's files, in
+        the form of `checkpoint.load.load_model`, to be taken over with their memory; without a vision encoder images
+        are refused. Raises ValueError where they do not fit the config.
         """
         self.config = config
         loaded = load_engine_model(config, params)
@@ -100,8 +98,7 @@ class LLMEngine:
             is_async=config.async_scheduling,
         )
         self._num_requests = self._num_steps = 0
-        self._is_closed = False
-        self._fingerprint: str | None = None
+        self._is_closed, self._fingerprint = False, ""
         self._image_steps = ImageSteps(config, loaded.speculation, self.pipeline, self._stats)
         warm_up(config, loaded, self.sizes, self.pipeline, self.scheduler, self._stats)
 
@@ -280,8 +277,7 @@ class LLMEngine:
     def fingerprint(self) -> str:
         """What a saved state depends on: the weights, the numerics, the modes and the layout of the caches."""
         self._require_open()
-        if self._fingerprint is None:  # experts that move leave it as it is
-            self._fingerprint = snapshot.fingerprint(self.params, self.runtime)
+        self._fingerprint = self._fingerprint or snapshot.fingerprint(self.params, self.runtime)  # also after moves
         return self._fingerprint
 
     def has_unfinished_requests(self) -> bool:

@@ -7,14 +7,15 @@ import json
 import jax
 import pytest
 
-from deepinfer_jax import cli
+from deepinfer_jax import SamplingParams, cli
 from deepinfer_jax.config.places import shipped_config
 from deepinfer_jax.testing import tiny
 from deepinfer_jax.testing.agreeing import write_agreeing_model
 from deepinfer_jax.testing.determinism import command, matrix, processes
-from deepinfer_jax.testing.determinism.driving import Model, Run
+from deepinfer_jax.testing.determinism.driving import Arrival, Model, RowCounter, Run, run_requests
 from deepinfer_jax.testing.determinism.perturbations import PERTURBATIONS, Perturbation
 from deepinfer_jax.testing.determinism.session import Session
+from deepinfer_jax.testing.determinism.workload import SPARE, Request, Texts
 from tests.testing import faults
 
 pytestmark = pytest.mark.compiles_much
@@ -208,3 +209,21 @@ def test_bad_arguments_are_refused_before_a_model_is_loaded(options, message, ca
 def test_a_model_without_a_tokenizer_is_refused(capsys):
     assert run(str(shipped_config(tiny.CONFIG_NAME)), "--only", "alone") == 2
     assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_a_run_lasts_until_all_watched_requests_have_ended(model):
+    counter = RowCounter()
+    engine = tiny.tiny_engine(model, hooks=counter)
+    texts = Texts(tokenizer=engine.tokenizer, image_token=0, num_tokens=2 * SPARE)
+
+    def arrival(name: str, max_tokens: int, *, is_watched: bool) -> Arrival:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seq_seed=max_tokens)
+        return Arrival(Request(name=name, prompt=(5, 6, 7), params=params), is_watched=is_watched)
+
+    others = [arrival("neighbour", 60, is_watched=False), arrival("late", 5, is_watched=False)]
+    others[1] = dataclasses.replace(others[1], step=50)
+    watched = [arrival("short", 3, is_watched=True), arrival("long", 2 * SPARE, is_watched=True)]
+    found = run_requests(engine, counter, texts, [*others, *watched])
+    assert {name: len(result.token_ids) for name, result in found.results.items()} == {"short": 3, "long": 2 * SPARE}
+    assert 2 * SPARE <= found.notes["steps"] < 40
+    assert not engine.has_unfinished_requests()
