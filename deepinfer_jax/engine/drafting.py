@@ -23,6 +23,7 @@ from deepinfer_jax.model.state import State
 from deepinfer_jax.model.variants import Index
 from deepinfer_jax.ops.invariant import map_rows
 from deepinfer_jax.ops.paged import num_leading
+from deepinfer_jax.ops.scatter import put_where
 from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling import logits as sampling
 from deepinfer_jax.sampling import verify
@@ -94,12 +95,11 @@ def accept(
     verified = rule(logprobs, draft_logprobs, requests)
     tokens = jnp.maximum(verified.token_ids, 0)
     is_emitted = is_drawing[:, None] & (verified.token_ids >= 0)
-    target = jnp.where(is_emitted, at, draws.token_ids.shape[0])
     changed = jnp.take_along_axis(logprobs, tokens[:, :, None], axis=2)[:, :, 0]
     draws = dataclasses.replace(
         draws,
-        token_ids=draws.token_ids.at[target].set(tokens, mode="drop"),
-        token_logprobs=draws.token_logprobs.at[target].set(changed, mode="drop"),
+        token_ids=put_where(draws.token_ids, (at,), tokens, is_emitted),
+        token_logprobs=put_where(draws.token_logprobs, (at,), changed, is_emitted),
     )
     return draws, tokens, jnp.where(is_drawing, verified.num_kept, 0)
 
@@ -124,12 +124,12 @@ def _verify_requests(
 
 def settle(newest: Newest, chunks: Chunks, tokens: Int32[Array, "C G1"], num_kept: Int32[Array, " C"]) -> Newest:
     """The newest token of each slot that drew one, without drafts yet."""
-    slots = layout.outside(jnp.where(num_kept > 0, chunks.fields["slots"], -1))
+    slots, is_drawing = chunks.fields["slots"], (num_kept > 0) & (chunks.fields["slots"] >= 0)
     last = jnp.take_along_axis(tokens, jnp.maximum(num_kept - 1, 0)[:, None], axis=1)[:, 0]
     return dataclasses.replace(
         newest,
-        tokens=newest.tokens.at[slots, 0].set(last, mode="drop"),
-        positions=newest.positions.at[slots].set(chunks.draw_positions + num_kept - 1, mode="drop"),
+        tokens=put_where(newest.tokens, (slots, 0), last, is_drawing),
+        positions=put_where(newest.positions, (slots,), chunks.draw_positions + num_kept - 1, is_drawing),
     )
 
 
@@ -156,8 +156,8 @@ def propose(
     is_proposing = is_drawing & (fields["proposes"] != 0)
     slots = jnp.where(is_proposing, fields["slots"], -1)
     ends = jnp.full(newest.positions.shape, jnp.iinfo(jnp.int32).max, jnp.int32)
-    last_slots = jnp.where(fields["draws"] != 0, fields["slots"], -1)
-    ends = ends.at[layout.outside(last_slots)].set(chunks.draw_positions + num_kept - 1, mode="drop")
+    is_last = (fields["draws"] != 0) & (fields["slots"] >= 0)
+    ends = put_where(ends, (fields["slots"],), chunks.draw_positions + num_kept - 1, is_last)
     is_committed = features.positions < ends[jnp.maximum(features.slots, 0)]
     rings = write_context(
         params,
@@ -202,18 +202,18 @@ def propose(
     ids, confidence, logprobs = jax.tree.map(
         lambda a: a[:, : speculation.max_drafts], (drafted.ids, drafted.confidence, drafted.extras[0])
     )
-    target = layout.outside(slots)
+    is_placed = slots >= 0
     temperatures = np.asarray(speculation.temperatures, np.float32)
     survival = jnp.cumprod(jax.nn.sigmoid(confidence / temperatures[None, :]), axis=1)
     newest = dataclasses.replace(
         newest,
-        tokens=newest.tokens.at[target, 1:].set(ids, mode="drop"),
-        survival=newest.survival.at[target].set(survival, mode="drop"),
+        tokens=put_where(newest.tokens, (slots, slice(1, None)), ids, is_placed),
+        survival=put_where(newest.survival, (slots,), survival, is_placed),
     )
     if newest.draft_logprobs is not None:
         distributions = drafted.extras[1][:, : speculation.max_drafts]
         newest = dataclasses.replace(
-            newest, draft_logprobs=newest.draft_logprobs.at[target].set(distributions, mode="drop")
+            newest, draft_logprobs=put_where(newest.draft_logprobs, (slots,), distributions, is_placed)
         )
     told = jnp.concatenate([ids, *(lax.bitcast_convert_type(a, jnp.int32) for a in (confidence, logprobs))], axis=1)
     return dataclasses.replace(state, draft=rings), newest, told.T

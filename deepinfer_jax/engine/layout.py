@@ -189,11 +189,6 @@ def forced_tokens(
     return jnp.where(is_told, fields["forced"].at[chunks, place].get(mode="clip"), -1)
 
 
-def outside(index: Int32[Array, " N"]) -> Int32[Array, " N"]:
-    """Negative indices moved beyond the end, where a scatter drops them."""
-    return jnp.where(index >= 0, index, jnp.iinfo(jnp.int32).max)
-
-
 def _sample_rows(
     fields: dict[str, Array],
     at: Int32[Array, " N"],

@@ -19,6 +19,7 @@ from deepinfer_jax.model.variants import Layer, layer_weights, pick, rows_for
 from deepinfer_jax.ops import engram as engram_math
 from deepinfer_jax.ops.linear import linear
 from deepinfer_jax.ops.quant import ScaledArray, dequantize
+from deepinfer_jax.ops.scatter import put_where
 from deepinfer_jax.parallel import engram_rows
 from deepinfer_jax.text.engram_vocab import EngramConstants, engram_constants
 
@@ -71,10 +72,9 @@ def token_context(
         columns.append(jnp.where(is_here, compressed[jnp.maximum(index - back, 0)], kept))
         exists.append(position >= rows.window_start)
     is_kept = rows.is_live & (rows.num_after < config.history_len)
-    slot = jnp.where(is_kept, rows.slots, state.history.shape[0])
     # Written once read, as the window ring is: else a compiler keeps a copy for the reads.
     columns, history = lax.optimization_barrier((columns, state.history))
-    history = history.at[slot, rows.positions % config.history_len].set(compressed, mode="drop")
+    history = put_where(history, (rows.slots, rows.positions % config.history_len), compressed, is_kept)
     return jnp.stack(columns, axis=1), jnp.stack(exists, axis=1), dataclasses.replace(state, history=history)
 
 

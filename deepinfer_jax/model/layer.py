@@ -89,7 +89,7 @@ def apply_layer(
     )
     features = carry.features
     if features is not None:
-        features = features.at[:, layer.target_ordinal].set(_stream_mean(streams), mode="drop")
+        features = features.at[:, layer.target_ordinal].set(_stream_mean(streams), mode="drop", unique_indices=True)
     attention_params = layer_weights(params.attention, layer.layer, dtype=streams.dtype, config=config)
     prefix = f"layers.{layer.layer}"
     entered = enter(
@@ -123,8 +123,8 @@ def apply_layer(
     )
     loads = carry.loads
     if loads is not None:
-        live = jnp.where(rows.is_live[:, None], expert_ids, loads.shape[1])
-        loads = loads.at[layer.layer, live].add(1, mode="drop")
+        of_layer = jnp.where(rows.is_live[:, None], layer.layer, loads.shape[0])  # outside: dropped
+        loads = loads.at[of_layer, expert_ids].add(1, mode="drop")
     return Carry(streams=streams, pre=pre, selection=selection, state=state, features=features, loads=loads)
 
 

@@ -20,6 +20,7 @@ from deepinfer_jax.model.sources import write_sources
 from deepinfer_jax.model.stages import Stages
 from deepinfer_jax.model.variants import Layer
 from deepinfer_jax.ops import hyper
+from deepinfer_jax.ops.scatter import put_where
 from deepinfer_jax.parallel import context
 
 
@@ -98,6 +99,5 @@ def _place_in(
 ) -> Int[Array, " N"]:
     """Where each wanted row of the step stands in the tail; -1 for rows outside it."""
     places = jnp.full((num_rows,), -1, jnp.int32)
-    target = jnp.where(is_row, tail_rows, num_rows)
-    places = places.at[target].set(jnp.arange(tail_rows.shape[0], dtype=jnp.int32), mode="drop")
+    places = put_where(places, (tail_rows,), jnp.arange(tail_rows.shape[0], dtype=jnp.int32), is_row)
     return places.at[wanted].get(mode="fill", fill_value=-1, wrap_negative_indices=False)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float32, Int
 from deepinfer_jax.config.roles import sources_of_ratio
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.ops.quant import FP8_GROUP, INDEX_GROUP, MAIN_KV_GROUP, Form, ScaledArray
+from deepinfer_jax.ops.scatter import put_where
 from deepinfer_jax.pytree import pytree_dataclass
 
 PAGED_LEAVES = (".main_kv", ".index_k")  # names of leaves whose second axis counts pages
@@ -149,6 +150,4 @@ def _take(array: Array, index: Int[Array, " C"], axis: int) -> Array:
 
 
 def _put(array: Array, index: Int[Array, " C"], values: Array, axis: int) -> Array:
-    at = jnp.where(index >= 0, index, jnp.iinfo(jnp.int32).max)
-    place = (slice(None),) * axis + (at,)
-    return array.at[place].set(values, mode="drop")
+    return put_where(array, (slice(None),) * axis + (index,), values, index >= 0)

@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from deepinfer_jax.ops.invariant import repeat, round_to
+from deepinfer_jax.ops.scatter import put_where
 
 SCORE_BLOCK = 128  # keys of one score product: fixed, so that a score's bits do not depend on the context length
 
@@ -113,8 +114,8 @@ def pad_entries(entries: Int[Array, "B N"]) -> Int[Array, "B M"]:
 def spread(values: Float32[Array, "B N"], entries: Int[Array, "B N"], *, width: int) -> Float32[Array, "B M"]:
     """Values of the listed entries at their own places among `width`, -inf elsewhere."""
     at_row = jnp.arange(entries.shape[0], dtype=jnp.int32)[:, None]
-    place = jnp.where(entries >= 0, entries, width)
-    return jnp.full((entries.shape[0], width), -jnp.inf, jnp.float32).at[at_row, place].set(values, mode="drop")
+    blank = jnp.full((entries.shape[0], width), -jnp.inf, jnp.float32)
+    return put_where(blank, (at_row, entries), values, entries >= 0)
 
 
 def blocks_of_mask(mask: Bool[Array, "B N"], *, block_size: int, count: int) -> Int[Array, "B M"]:

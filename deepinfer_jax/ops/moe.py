@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from deepinfer_jax.ops.invariant import ordered_sum, repeat, round_to
 from deepinfer_jax.ops.linear import linear, linear_f32
 from deepinfer_jax.ops.quant import ScaledArray, fp8_roundtrip
+from deepinfer_jax.ops.scatter import put_where
 
 ROUTER_EPS = 1e-20
 
@@ -123,9 +124,10 @@ def routed_experts(
     sorted_expert = jnp.minimum(pair_expert[order], num_experts - 1)
     rank = jnp.arange(num_pairs, dtype=jnp.int32) - group_starts[sorted_expert]
     place = (tile_ends - tiles_of)[sorted_expert] * tile + rank
-    place = jnp.where(pair_expert[order] < num_experts, place, num_tiles * tile)
-    places = jnp.zeros(num_pairs, jnp.int32).at[order].set(place)
-    pair_at = jnp.full(num_tiles * tile, num_pairs, jnp.int32).at[place].set(order, mode="drop")
+    is_kept = pair_expert[order] < num_experts
+    place = jnp.where(is_kept, place, num_tiles * tile)
+    places = put_where(jnp.zeros(num_pairs, jnp.int32), (order,), place)
+    pair_at = put_where(jnp.full(num_tiles * tile, num_pairs, jnp.int32), (place,), order, is_kept)
     tile_expert = jnp.searchsorted(tile_ends, jnp.arange(num_tiles, dtype=jnp.int32), side="right")
 
     flat_weights = weights.reshape(-1)

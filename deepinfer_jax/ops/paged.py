@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from deepinfer_jax.ops.quant import ScaledArray
+from deepinfer_jax.ops.scatter import put_where
 
 
 def num_visible(positions: Int[Array, " T"], *, ratio: int) -> Int[Array, " T"]:
@@ -78,8 +79,7 @@ def put_rows(
 def put_array(cache: Array, rows: Array, lead: int | Int[Array, ""], *index: Int[Array, " T"]) -> Array:
     """`put_rows` for a plain array."""
     is_kept = jnp.stack([i >= 0 for i in index]).all(axis=0)
-    outside = jnp.iinfo(jnp.int32).max
-    return cache.at[lead, *(jnp.where(is_kept, i, outside) for i in index)].set(rows, mode="drop")
+    return put_where(cache, (lead, *index), rows, is_kept)
 
 
 def select_rows(condition: Bool[Array, "..."], a: ScaledArray, b: ScaledArray) -> ScaledArray:

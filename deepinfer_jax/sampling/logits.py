@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from deepinfer_jax.ops.scatter import put_where
 from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling import draw, filters
 
@@ -165,7 +166,6 @@ def apply_edits(logits: Float32[Array, "T V"], edits: Edits) -> Float32[Array, "
 
     Logits that are not finite stay as they are, and an edit makes no such logit: it ends at the largest number.
     """
-    num_rows, vocab_size = logits.shape
     if edits.token_ids.shape[1] == 0:
         return logits
     places = jnp.maximum(edits.token_ids, 0)
@@ -174,8 +174,8 @@ def apply_edits(logits: Float32[Array, "T V"], edits: Edits) -> Float32[Array, "
     product = jax.lax.optimization_barrier(found * jnp.where(found > 0.0, edits.up, edits.down))
     edited = jnp.clip(product + edits.add, -_MAX_FLOAT, _MAX_FLOAT)
     edited = jnp.where(jnp.isfinite(found), edited, found)
-    targets = jnp.where(edits.token_ids >= 0, edits.token_ids, vocab_size)  # outside: dropped
-    return logits.at[jnp.arange(num_rows)[:, None], targets].set(edited, mode="drop")
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    return put_where(logits, (rows, edits.token_ids), edited, edits.token_ids >= 0)
 
 
 def _blacklisted(ranges: tuple[tuple[int, int], ...], vocab_size: int) -> np.ndarray:

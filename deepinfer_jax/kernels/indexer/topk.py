@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from deepinfer_jax.kernels.indexer import choice
 from deepinfer_jax.kernels.mosaic import Interpret
+from deepinfer_jax.ops.scatter import put_where
 
 _DIGIT_BITS = 4
 _LINE = 128  # scores whose running count is one row of a product
@@ -137,8 +138,7 @@ def _choose(scores: Float[Array, "B N"], count: int) -> Int[Array, "B K"]:
     is_kept = better | (equal & (equal_before < allowed))
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], scores.shape)
-    found = jnp.full((rows, count), -1, jnp.int32)
-    return found.at[row, jnp.where(is_kept, place, count)].set(index, mode="drop")
+    return put_where(jnp.full((rows, count), -1, jnp.int32), (row, place), index, is_kept)
 
 
 def _ordered_keys(scores: Float[Array, "*N"]) -> tuple[UInt32[Array, "*N"], int]:
