@@ -57,7 +57,10 @@ class Bench:
             stop_preempted_request=False,
             seed=self.args.seed,
             num_draft_tokens=0,  # drafts have a benchmark of their own: deepinfer-jax bench
+            kernels=self.args.kernels,
         )
+        if self.args.decode_interval is not None:
+            environ["CUDAGRAPH_BATCH_SIZE_INTERVAL"] = str(self.args.decode_interval)
         if self.args.eager:
             environ["ENFORCE_EAGER"] = "1"
         config = resolve(args, {f"DEEPINFER_{name}": value for name, value in environ.items()})
@@ -237,6 +240,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=100, help="of the trace")
     parser.add_argument("--rate", type=float, default=4.0, help="arrivals in a second")
     parser.add_argument("--eager", action="store_true", help="compile steps when they are first needed")
+    parser.add_argument("--kernels", default="auto", help="as DEEPINFER_JAX_KERNELS; default: auto")
+    parser.add_argument("--decode-interval", type=int, help="spacing of the sizes of decode steps; default: few sizes")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default=commit_of_checkout(), help="recorded with the results")
@@ -248,7 +253,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
         shown = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
         record = {"script": "bench_engine", "scenario": name, "model": Path(args.model).name}
         record |= {"layers": args.layers} if args.layers is not None else {}
-        record |= shown | facts
+        record |= {"kernels": args.kernels} | shown | facts
         print(json.dumps(record), flush=True)
 
 

@@ -33,16 +33,15 @@ from deepinfer_jax.sampling import logits as sampling
 from deepinfer_jax.sampling.logits import SampleSettings
 
 # A step rounds where the specification says, nowhere else and nowhere less. On a GPU, kernels of a recorded graph that
-# do not read each other's results run side by side: a tenth of a step less, the same bits (docs/kernels.md).
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False, "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-# Nor is anything chosen by timing it, which differs between processes, or added in the order of arrival. Such a step is
-# full of loops over tiles: they are recorded too (XLA's own list, and WHILE), so that the host waits for none of them.
-REPEATABLE_OPTIONS = {
-    **COMPILER_OPTIONS,
-    "xla_gpu_autotune_level": 0,
-    "xla_gpu_deterministic_ops": True,
+# do not read each other's results run side by side, and loops are recorded as well (what XLA records anyhow, and WHILE):
+# the host waits for no condition of a step, so that the next one can be made ready meanwhile.
+COMPILER_OPTIONS = {
+    "xla_allow_excess_precision": False,
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
 }
+# Nor is anything chosen by timing it, which differs between processes, or added in the order of arrival.
+REPEATABLE_OPTIONS = {**COMPILER_OPTIONS, "xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
 
 
 @contextlib.contextmanager
