@@ -33,7 +33,7 @@ from deepinfer_jax.sampling import logits as sampling
 from deepinfer_jax.sampling.logits import SampleSettings
 
 # A step rounds where the specification says, nowhere else and nowhere less. On a GPU, kernels of a recorded graph that
-# do not read each other's results run side by side, and loops are recorded as well (what XLA records anyhow, and WHILE):
+# do not read each other's results run side by side, and loops are recorded as well (WHILE; the rest is XLA's own list):
 # the host waits for no condition of a step, so that the next one can be made ready meanwhile.
 COMPILER_OPTIONS = {
     "xla_allow_excess_precision": False,

@@ -176,6 +176,28 @@ def test_masks_allow_what_they_name_and_the_two_halves_are_one_step(engine, shap
     assert np.asarray(after.newest.tokens)[2, 0] == 42, "nothing was drawn there"
 
 
+def test_every_write_says_that_its_places_differ(engine, shape):
+    """Else a GPU's repeatable program sorts them and takes a place beyond a row's end for the start of the next."""
+    told, static, options = packed(engine, shape, two_chunks()), engine.pipeline._static, engine.pipeline._forward
+    before, num_words = carried(engine), -(-engine.model.vocab_size // 32)
+    edits = sampling.Edits(
+        token_ids=jnp.full((shape.num_chunks, 64), -1, jnp.int32),
+        **{name: jnp.ones((shape.num_chunks, 64), jnp.float32) for name in ("up", "down", "add")},
+    )
+    masks = steps.Masks(
+        words=jnp.full((shape.num_chunks, num_words), 2**32 - 1, jnp.uint32),
+        late=jnp.zeros(shape.num_chunks, bool),
+        edits=edits,
+    )
+    logits = jnp.zeros((shape.num_logits, engine.model.vocab_size), jnp.float32)
+    forward = steps.run_forward.lower(engine.params, before, told, shape=shape, **options)
+    draws = steps.run_sampling.lower(engine.params, before, logits, None, told, masks, shape=shape, **static)
+    for lowered, at_least in ((forward, 5), (draws, 3)):
+        text = lowered.as_text()
+        assert text.count("unique_indices = true") >= at_least
+        assert "unique_indices = false" not in text
+
+
 def test_copies_all_read_before_any_writes(engine, shape):
     _, _, before = run(engine, shape, carried(engine), two_chunks())
     window, pages = np.array(before.state.window.payload), np.array(before.state.main_kv[1].payload)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 
 import jax
 import pytest
@@ -126,6 +127,25 @@ class Finished:
     def run(self, row: str | None = None) -> tuple[Run, float]:
         self.asked.append(row)
         return self._results[row or "second process"], 1.5
+
+
+def test_two_processes_have_processors_of_their_own():
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("this machine has one processor")
+    with processes.half_of_the_cores(True) as spare:
+        assert set(spare) | os.sched_getaffinity(0) == before
+        assert spare and not set(spare) & os.sched_getaffinity(0)
+    assert os.sched_getaffinity(0) == before
+    with processes.half_of_the_cores(False) as spare:
+        assert spare == () and os.sched_getaffinity(0) == before
+
+
+def test_only_a_matrix_with_a_second_process_is_split():
+    quick = [each for each in PERTURBATIONS if each.is_quick]
+    assert matrix.can_split(quick)
+    assert not matrix.can_split([each for each in quick if each.name != "second process"])
+    assert not matrix.can_split([each for each in quick if not each.is_apart])
 
 
 def test_rows_of_another_process_are_compared_in_this_one(model, monkeypatch):

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from deepinfer_jax.kernels.ascend import current_bridge
 from deepinfer_jax.kernels.ascend_coverage import MISSING_WORD
 from deepinfer_jax.kernels.registry import ASCEND
 from deepinfer_jax.testing.determinism.driving import Model
-from deepinfer_jax.testing.determinism.matrix import BaseDiffers, choose, run_matrix
+from deepinfer_jax.testing.determinism.matrix import BaseDiffers, can_split, choose, run_matrix
+from deepinfer_jax.testing.determinism.perturbations import Perturbation
+from deepinfer_jax.testing.determinism.processes import half_of_the_cores
 from deepinfer_jax.testing.determinism.session import Session
 from deepinfer_jax.testing.determinism.workload import SPARE
 from deepinfer_jax.testing.facts import run_facts
@@ -70,8 +73,15 @@ def run_determinism(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ValueError(f"--json={args.json} is in a folder that does not exist; make it, or name another file")
     chosen = choose(args.only, is_quick=args.quick)
+    with half_of_the_cores(args.quick and can_split(chosen)) as spare_cores:
+        return _run(args, chosen, num_tokens, spare_cores)
+
+
+def _run(
+    args: argparse.Namespace, chosen: Sequence[Perturbation], num_tokens: int, spare_cores: tuple[int, ...]
+) -> int:
     model = model_of(args)
-    session = Session(model, num_tokens=num_tokens)
+    session = Session(model, num_tokens=num_tokens, spare_cores=spare_cores)
     try:
         facts = {"model": _name_of(args, model), "numerics": args.numerics, "tokens": num_tokens}
         facts |= {**run_facts(), "devices": len(jax.devices())} | _ascend_facts(session)

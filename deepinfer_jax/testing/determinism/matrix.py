@@ -41,6 +41,11 @@ def choose(pattern: str, *, is_quick: bool) -> tuple[Perturbation, ...]:
     return found
 
 
+def can_split(chosen: Sequence[Perturbation]) -> bool:
+    """Whether the rows are some for a second process, and that process is a row itself."""
+    return any(each.is_apart for each in chosen) and any(each.run is processes.second for each in chosen)
+
+
 def run_matrix(
     session: Session,
     chosen: Sequence[Perturbation],
@@ -82,9 +87,8 @@ def _worker(
     session: Session, todo: Sequence[Perturbation], *, is_split: bool
 ) -> contextlib.AbstractContextManager[processes.Worker | None]:
     """A process for the rows that may run in another one, if there are some, and another process is among the rows."""
-    rows = tuple(each.name for each in todo if each.is_apart)
-    if is_split and rows and any(each.run is processes.second for each in todo):
-        return processes.beside(session, rows)
+    if is_split and can_split(todo):
+        return processes.beside(session, tuple(each.name for each in todo if each.is_apart))
     return contextlib.nullcontext()
 
 

@@ -29,9 +29,12 @@ REPLAY_BEYOND = 12  # tokens that bounded replay keeps beyond a window
 class Session:
     """Engines of one model, and results that were computed once. `close` frees the engines."""
 
-    def __init__(self, model: Model, *, num_tokens: int) -> None:
-        """Raises ValueError for a model without a tokenizer, and whatever an engine refuses."""
-        self.model = model
+    def __init__(self, model: Model, *, num_tokens: int, spare_cores: tuple[int, ...] = ()) -> None:
+        """Raises ValueError for a model without a tokenizer, and whatever an engine refuses.
+
+        spare_cores: processors that this process leaves to one beside it.
+        """
+        self.model, self.spare_cores = model, spare_cores
         self._counter = RowCounter()
         self._bases: dict[BaseName, Run] = {}
         self._max_len = longest_request(num_tokens)
