@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deepinfer_jax.config.runtime import Backend
+from deepinfer_jax.config.runtime import ROW_TILE_SIZES, Backend
 from deepinfer_jax.kernels.linear import api, cases, mosaic_sm90, units_sm90
 from deepinfer_jax.kernels.linear.mosaic_sm90 import num_splits
-from deepinfer_jax.kernels.linear.packed_sm90 import pack
+from deepinfer_jax.kernels.linear.packed_sm90 import pack, unpack
 from deepinfer_jax.kernels.linear.products_sm90 import Fp8RowsProduct
 from deepinfer_jax.kernels.linear.units_sm90 import Product, Tiling
 from deepinfer_jax.kernels.registry import MOSAIC_SM90, NVIDIA, REFERENCE
 from deepinfer_jax.ops.linear import grouped_linear, linear, linear_f32
+from deepinfer_jax.ops.quant import dequantize, fp8_roundtrip
 from deepinfer_jax.testing import compare
 
 # Sums over groups of 32 columns in another order, rounded to bfloat16 once.
@@ -77,6 +78,32 @@ def test_packed_weights_give_the_same():
     compare.assert_bitwise(kernel()(x, pack(w)), kernel()(x, w))
     stacked = pack(jax.tree.map(lambda a: jnp.stack([a, a]), w))
     compare.assert_bitwise(stacked.scales[1], pack(w).scales)
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "as stored"])
+def test_many_rows_are_multiplied_by_xla(is_packed, monkeypatch):
+    """Where a kernel would write sums of several runs of columns; what is multiplied is the same."""
+    calls = []
+    monkeypatch.setattr(api.mosaic_sm90, "linear", lambda x, w: calls.append(x.shape) or linear(fp8_roundtrip(x), w))
+    x, w = make(api.MANY_ROWS, num_outputs=256, width=2560)
+    x = x * jnp.asarray(1.7, x.dtype)  # off the grid of quantised rows
+    weights = pack(w) if is_packed else w
+    assert mosaic_sm90.is_split(weights)
+    compare.assert_close(api.linear_sm90(x, weights), linear(fp8_roundtrip(x), w), rel_l2=REL_L2)
+    assert not calls
+    api.linear_sm90(x[:-1], w)
+    monkeypatch.setattr(api.mosaic_sm90, "num_splits", lambda *_: 1)
+    api.linear_sm90(x, w)
+    assert [shape[0] for shape in calls] == [api.MANY_ROWS - 1, api.MANY_ROWS]
+
+
+def test_a_tile_of_batch_invariant_mode_never_has_many_rows():
+    assert max(ROW_TILE_SIZES) < api.MANY_ROWS
+
+
+def test_packed_weights_are_unpacked_exactly():
+    _, w = make(1, num_outputs=384, width=256)
+    compare.assert_bitwise(unpack(pack(w), jnp.bfloat16), dequantize(w, jnp.bfloat16))
 
 
 def test_splits_follow_from_the_shape_of_the_weights():

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from deepinfer_jax.config.runtime import Backend
@@ -15,15 +16,21 @@ from deepinfer_jax.kernels.linear import cann, mosaic_sm90, mosaic_sm100, packed
 from deepinfer_jax.kernels.linear.cann import MxWeight
 from deepinfer_jax.kernels.registry import ASCEND, NVIDIA, REFERENCE, TRAINING, Impl, select
 from deepinfer_jax.ops import linear as ops
-from deepinfer_jax.ops.quant import ScaledArray, dequantize
+from deepinfer_jax.ops.quant import ScaledArray, dequantize, fp8_roundtrip
 
 OP, GROUPED_OP = "linear", "grouped_linear"
+# From so many rows on XLA's bfloat16 product takes less time than a kernel that writes the sums of several runs of
+# columns (docs/kernels.md). In batch-invariant mode no call has so many: they see one tile at a time.
+MANY_ROWS = 1024
 PackedLinear = packed_sm90.PackedLinear | packed_sm100.PackedLinear  # as `packed` leaves weights for a kernel
 
 
 def linear_sm90(x: Float[Array, "T K"], w: ScaledArray | packed_sm90.PackedLinear) -> Float[Array, "T N"]:
-    """`mosaic_sm90.linear`, lowered once for all layers."""
-    return shared_call(mosaic_sm90.linear)(x, w)
+    """`mosaic_sm90.linear`, lowered once for all layers; for many rows XLA's product of the same numbers."""
+    if x.shape[0] < MANY_ROWS or not mosaic_sm90.is_split(w):
+        return shared_call(mosaic_sm90.linear)(x, w)
+    values = packed_sm90.unpack(w, x.dtype) if isinstance(w, packed_sm90.PackedLinear) else dequantize(w, x.dtype)
+    return lax.dot_general(fp8_roundtrip(x), values, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
 
 
 def linear_sm100(x: Float[Array, "T K"], w: ScaledArray | packed_sm100.PackedLinear) -> Float[Array, "T N"]:

@@ -46,6 +46,12 @@ def num_splits(num_outputs: int, num_chunks: int) -> int:
     return next(i + 1 for i, each in enumerate(costs) if each <= FEWER_SPLITS * min(costs))
 
 
+def is_split(w: ScaledArray | PackedLinear) -> bool:
+    """Whether `linear` makes the sums of several runs of columns."""
+    num_outputs, width = w.payload.shape
+    return num_splits(num_outputs, width // CHUNK_BYTES) > 1
+
+
 def refuses(x: Array, w: ScaledArray | PackedLinear | Array) -> str | None:
     """Why `linear` cannot multiply these, None if it can."""
     if x.dtype != jnp.bfloat16:

@@ -10,13 +10,13 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
-from jaxtyping import Array, BFloat16, Float32, UInt8
+from jaxtyping import Array, BFloat16, Float, Float32, UInt8
 
 from deepinfer_jax.kernels import mosaic
 from deepinfer_jax.kernels.mosaic import GROUP, Interpret, Register, scale_of
 from deepinfer_jax.kernels.ptx import global_address, inline, ptx, row_address, scalar
 from deepinfer_jax.kernels.warpgroup import absolute, e4m3_pair, maximum, scale_exponent
-from deepinfer_jax.ops.quant import ScaledArray, decode_e8m0, quantize_fp8
+from deepinfer_jax.ops.quant import ScaledArray, decode_e4m3, decode_e8m0, quantize_fp8
 from deepinfer_jax.pytree import pytree_dataclass
 
 THREADS = 128  # of a block of the quantising kernel; each has one group of one row
@@ -34,6 +34,12 @@ class PackedLinear:
 def pack(w: ScaledArray) -> PackedLinear:
     """The weights in the form that no call has to change; leading axes, as of layers, stay."""
     return PackedLinear(payload=w.payload, scales=jnp.swapaxes(decode_e8m0(scale_of(w)), -1, -2))
+
+
+def unpack(w: PackedLinear, dtype: Any) -> Float[Array, "N K"]:
+    """The values of `pack`, which bfloat16 and float32 hold exactly."""
+    values = decode_e4m3(w.payload).reshape(w.payload.shape[0] // GROUP, GROUP, -1, GROUP)
+    return (values * w.scales.T[:, None, :, None]).reshape(w.payload.shape).astype(dtype)
 
 
 def quantized_rows(
