@@ -20,6 +20,8 @@ A cell whose weights, caches and temporaries do not fit says so. --check also co
 kernels=reference, for which few layers are enough: 6 have one of each role; and those of the reference with what it
 makes of embeddings that differ here and there by one unit in the last place. --profile adds the kernels that take most
 time.
+
+--predict runs nothing and needs no GPU: for each cell it tells the least time at the rates of a GPU's data sheet.
 """
 
 import argparse
@@ -35,14 +37,15 @@ import jax
 from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.kernels.catalog import OPS
-from deepinfer_jax.kernels.registry import REFERENCE, check_choice
+from deepinfer_jax.kernels.registry import MOSAIC_SM90, MOSAIC_SM100, REFERENCE, check_choice
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.testing import kernel_bench, step_bench
 from deepinfer_jax.testing.facts import run_facts
 from deepinfer_jax.testing.rank_model import ENGRAM_BASE, StepLoad, rank_model
-from deepinfer_jax.testing.step_work import floor_us, step_bytes, step_flops
+from deepinfer_jax.testing.step_work import PUBLISHED, floor_us, step_bytes, step_flops
 
 MODEL = Path(__file__).parents[1] / "configs/model/deepseek-v4.1-flash.json"
+KERNELS_OF = {"h200": MOSAIC_SM90, "b200": MOSAIC_SM100}
 MOST_NAMES = 25  # of kernels in a profile
 MOVED_SHARES = (0.001, 0.1)  # of the embeddings' values, see step_bench.sensitivity
 
@@ -63,7 +66,11 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="also compare the logits with kernels=reference")
     parser.add_argument("--profile", action="store_true", help="also list the kernels that take most time")
+    parser.add_argument("--predict", nargs="+", choices=tuple(PUBLISHED), default=[], help="GPUs that may be absent")
     args = parser.parse_args()
+    if args.predict:
+        predict(args)
+        return 0
     target = {"gpu": "nvidia"}.get(jax.devices()[0].platform, "cpu")
     model = rank_model(load_config(args.model), num_layers=args.layers, engram_base=args.table_rows)
     config = RuntimeConfig(model=model, target=target, is_invariant=target == "cpu", kernels=args.kernels)
@@ -72,18 +79,7 @@ def main() -> int:
     ceilings = kernel_bench.measure_ceilings() if target == "nvidia" else None  # elsewhere it shows that a step runs
     if ceilings is not None:
         write({"op": "ceilings", **dataclasses.asdict(ceilings), **facts})
-    cases = [
-        StepLoad(num_rows=rows, context=context, num_experts=args.experts)
-        for context in args.contexts
-        for rows in args.rows
-    ]
-    cases += [
-        StepLoad(num_rows=rows, rows_each=rows, context=context, num_experts=args.experts)
-        for context in args.contexts
-        for rows in args.prefill
-        if rows <= context
-    ]
-    is_good = []
+    cases, is_good = cases_of(args), []
     for place in args.tables:
         own = dataclasses.replace(config, engram_on_host=place == "host")
         params = step_bench.make_params(own, num_experts=args.experts)
@@ -92,6 +88,41 @@ def main() -> int:
     if args.check:
         is_good += [check_cell(config, case, facts) for case in cases]
     return 0 if all(is_good) else 1
+
+
+def cases_of(args: argparse.Namespace) -> list[StepLoad]:
+    """Decode steps, then those of prompts."""
+    cases = [
+        StepLoad(num_rows=rows, context=context, num_experts=args.experts)
+        for context in args.contexts
+        for rows in args.rows
+    ]
+    return cases + [
+        StepLoad(num_rows=rows, rows_each=rows, context=context, num_experts=args.experts)
+        for context in args.contexts
+        for rows in args.prefill
+        if rows <= context
+    ]
+
+
+def predict(args: argparse.Namespace) -> None:
+    """Writes a line for each GPU and case: not measured, but what bytes and products need at least."""
+    model = rank_model(load_config(args.model), num_layers=args.layers, engram_base=args.table_rows)
+    for gpu in args.predict:
+        config = RuntimeConfig(model=model, target="nvidia", is_invariant=False, kernels=KERNELS_OF[gpu])
+        params = jax.eval_shape(lambda config=config: step_bench.make_params(config, num_experts=args.experts))
+        for case in cases_of(args):
+            num_bytes, flops = step_bytes(config, params, case), step_flops(config, case)
+            least_us, bound = floor_us(num_bytes, flops, PUBLISHED[gpu])
+            head = {"op": op_of(case), "prediction": gpu, "case": case.name, "layers": model.num_hidden_layers}
+            rates = dataclasses.asdict(PUBLISHED[gpu])
+            least = {"floor_us": round(least_us, 1), "bound": bound, "bytes": num_bytes, "flops": flops}
+            write({**head, **least, "rates": rates, **run_facts()})
+
+
+def op_of(case: StepLoad) -> str:
+    """What a step is called in a result line."""
+    return "step_prefill" if case.rows_each > 1 else "step_decode"
 
 
 def run_cell(
@@ -103,8 +134,7 @@ def run_cell(
     facts: dict[str, str],
 ) -> bool:
     """Writes the line of one case; False where it failed, in which case the line says why."""
-    op = "step_prefill" if case.rows_each > 1 else "step_decode"
-    head = {"op": op, "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
+    head = {"op": op_of(case), "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
     head["tables"] = "host" if config.engram_on_host else "device"
     options = dict(text.split("=", 1) for text in args.option)
     head |= {"options": options} if options else {}

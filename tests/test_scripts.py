@@ -212,6 +212,19 @@ def test_a_decode_step_of_a_rank_has_a_line_for_each_cell(call):
     assert cell["bytes"] > 0 and cell["fraction"] is None  # bandwidth is measured on GPUs only
 
 
+def test_floors_of_absent_gpus_are_told_without_running_a_step(call):
+    tiny = ("--model", SCRIPTS.parent / "configs/model/tiny.json", "--experts", 4)
+    printed = call("bench_steps", *tiny, "--predict", "h200", "b200", "--rows", 2, "--prefill", 64, "--contexts", 64)
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert [(line["op"], line["prediction"]) for line in lines] == [
+        (op, gpu) for gpu in ("h200", "b200") for op in ("step_decode", "step_prefill")
+    ]
+    for line in lines:
+        moving = 1e6 * line["bytes"] / line["rates"]["bytes_per_s"]
+        computing = sum(1e6 * line["flops"][rate] / line["rates"]["flops_per_s"][rate] for rate in ("fp8", "bf16"))
+        assert line["floor_us"] == pytest.approx(max(moving, computing), abs=0.1) and "median_us" not in line
+
+
 @pytest.mark.slow
 def test_a_chunk_of_a_prompt_has_a_line_and_is_compared_with_a_moved_reference(call):
     printed = call(

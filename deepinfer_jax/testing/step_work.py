@@ -14,6 +14,11 @@ from deepinfer_jax.model.params import Params
 from deepinfer_jax.testing.kernel_bench import Ceilings
 from deepinfer_jax.testing.rank_model import StepLoad, rank_schema
 
+# Rates of data sheets, dense: for predictions of GPUs that are not there.
+PUBLISHED = {
+    "h200": Ceilings(bytes_per_s=4.8e12, flops_per_s={"bf16": 989e12, "fp8": 1979e12}),
+    "b200": Ceilings(bytes_per_s=8.0e12, flops_per_s={"bf16": 2250e12, "fp8": 4500e12}),
+}
 _LOOKED_UP = ("embed", "engram.embed.", "engram.token_map")
 
 
