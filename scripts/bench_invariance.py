@@ -3,6 +3,9 @@
 Components: attention, experts and selection of one layer, head with sampling, and a whole step. Each is timed with the
 mode (`RuntimeConfig.is_invariant`) and without it, in turns in one process; `ratio` is with / without. Every row is one
 decode row of a request at the same position; the caches hold zeros, which does not matter to the time.
+
+--rank takes so many layers of one rank of the released shape with random weights, for GPUs; --kernels what its ops run
+through.
 """
 
 import argparse
@@ -21,9 +24,15 @@ import numpy as np
 
 from deepinfer_jax import forward, init_state, load_model
 from deepinfer_jax.checkpoint.embedded import embedded_model
+from deepinfer_jax.config.places import shipped_config
+from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.setup import ROW_TILES
+from deepinfer_jax.engine.steps import COMPILER_OPTIONS, REPEATABLE_OPTIONS, pack_experts
+from deepinfer_jax.kernels.registry import NVIDIA
 from deepinfer_jax.model.attention import attend, window_rows
 from deepinfer_jax.model.batch import StepBatch, derive_rows, make_batch
+from deepinfer_jax.model.kernel_weights import for_kernels
 from deepinfer_jax.model.moe import Routed, run_experts
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.selection import empty_selection, select
@@ -33,8 +42,10 @@ from deepinfer_jax.model.variants import Layer, all_layers, rope_tables
 from deepinfer_jax.ops.invariant import map_rows, row_product
 from deepinfer_jax.sampling.logits import SampleRows, sample
 from deepinfer_jax.testing.facts import run_facts
+from deepinfer_jax.testing.rank_model import rank_model
+from deepinfer_jax.testing.step_bench import make_params
 
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+RANK_EXPERTS = 48  # of 384: one rank of eight
 NO_STAGES = Stages((), {})
 
 type Component = Callable[["Setting", RuntimeConfig], Callable[[], Any]]
@@ -64,20 +75,36 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="decode rows of a step")
     parser.add_argument("--position", type=int, default=500, help="of every row")
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--rank", type=int, metavar="LAYERS", help="layers of a rank, in place of --model")
+    parser.add_argument("--kernels", default="auto", help="as DEEPINFER_JAX_KERNELS; default: auto")
     args = parser.parse_args()
     unknown = sorted(set(args.components) - set(COMPONENTS))
     if unknown:
         parser.error(f"{unknown[0]} is no component; choose among {', '.join(COMPONENTS)}")
-    params, model = load_model(args.model or embedded_model(), progress=False)
-    config = RuntimeConfig(model=model, numerics=args.numerics)
+    params, config = make_model(args)
     for num_rows in args.rows:
         setting = make_setting(params, config, num_rows, args.position)
         for name in args.components or COMPONENTS:
             figures = compare(COMPONENTS[name], setting, config, turns=args.turns)
             load = {"cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1)}
             record = {"script": "bench_invariance", "component": name, "rows": num_rows, "position": args.position}
-            record |= {"model": args.model or "embedded", "numerics": args.numerics} | figures | run_facts() | load
+            model = args.model or "embedded" if args.rank is None else f"rank of {args.rank} layers"
+            record |= {"model": model, "numerics": args.numerics, "kernels": args.kernels, "row_tile": config.row_tile}
+            record |= figures | run_facts() | load
             print(json.dumps(record), flush=True)
+
+
+def make_model(args: argparse.Namespace) -> tuple[Params, RuntimeConfig]:
+    """Weights in the forms that the kernels read, and a configuration for the device at hand."""
+    target = {"gpu": NVIDIA}.get(jax.devices()[0].platform, "cpu")
+    options = {"numerics": args.numerics, "target": target, "row_tile": ROW_TILES[target], "kernels": args.kernels}
+    if args.rank is not None:
+        model = rank_model(load_config(shipped_config("model/deepseek-v4.1-flash.json")), num_layers=args.rank)
+        config = RuntimeConfig(model=model, **options)
+        return make_params(config, num_experts=RANK_EXPERTS), config
+    params, model = load_model(args.model or embedded_model(), progress=False)
+    config = RuntimeConfig(model=model, **options)
+    return for_kernels(params, config=config, pack=pack_experts), config
 
 
 def make_setting(params: Params, config: RuntimeConfig, num_rows: int, position: int) -> Setting:
@@ -121,13 +148,14 @@ def attention(setting: Setting, config: RuntimeConfig) -> Callable[[], Any]:
         return attend(q, new_kv, state, listed, sink, derive_rows(batch), layer, config=config)
 
     q, latent = setting.normal(config, heads, width), setting.normal(config, width)
-    return _compiled(run, setting.state, q, latent, setting.batch)
+    return _compiled(run, config, setting.state, q, latent, setting.batch)
 
 
 def experts(setting: Setting, config: RuntimeConfig) -> Callable[[], Any]:
     """The routed experts of one layer; each row goes to experts of its own choice."""
     model, count = config.model, config.model.num_experts_per_tok
-    order = np.random.default_rng(0).permuted(np.tile(np.arange(model.n_routed_experts), (setting.num_rows, 1)), axis=1)
+    here = setting.params.moe.experts.w1.payload.shape[1]  # of a rank's layer
+    order = np.random.default_rng(0).permuted(np.tile(np.arange(here), (setting.num_rows, 1)), axis=1)
     ids = jnp.asarray(order[:, :count], jnp.int32)
     weights = jnp.full((setting.num_rows, count), 1 / count, jnp.float32)
 
@@ -136,7 +164,7 @@ def experts(setting: Setting, config: RuntimeConfig) -> Callable[[], Any]:
         is_live = jnp.ones(u.shape[0], jnp.bool_)
         return run_experts(setting.params.moe, routed, is_live, layer=0, config=config)
 
-    return _compiled(run, setting.normal(config, model.hidden_size), ids, weights)
+    return _compiled(run, config, setting.normal(config, model.hidden_size), ids, weights)
 
 
 def selection(setting: Setting, config: RuntimeConfig) -> Callable[[], Any]:
@@ -151,7 +179,7 @@ def selection(setting: Setting, config: RuntimeConfig) -> Callable[[], Any]:
         return select(indexer, before, state, x, q_latent, tables, rows, layer, config=config, stages=NO_STAGES)
 
     x, q_latent = setting.normal(config, config.model.hidden_size), setting.normal(config, config.model.q_lora_rank)
-    return _compiled(run, setting.state, x, q_latent, setting.batch)
+    return _compiled(run, config, setting.state, x, q_latent, setting.batch)
 
 
 def head(setting: Setting, config: RuntimeConfig) -> Callable[[], Any]:
@@ -168,7 +196,7 @@ def head(setting: Setting, config: RuntimeConfig) -> Callable[[], Any]:
         output = sample(logits, rows)
         return output.token_ids, output.token_logprobs
 
-    return _compiled(run, setting.normal(config, config.model.hidden_size), _draws(setting.num_rows))
+    return _compiled(run, config, setting.normal(config, config.model.hidden_size), _draws(setting.num_rows))
 
 
 def whole_step(setting: Setting, config: RuntimeConfig) -> Callable[[], Any]:
@@ -179,7 +207,7 @@ def whole_step(setting: Setting, config: RuntimeConfig) -> Callable[[], Any]:
         drawn = sample(output.logits, rows)
         return drawn.token_ids, drawn.token_logprobs, state
 
-    return _compiled(run, setting.params, setting.state, setting.batch, _draws(setting.num_rows))
+    return _compiled(run, config, setting.params, setting.state, setting.batch, _draws(setting.num_rows))
 
 
 def _draws(num_rows: int) -> SampleRows:
@@ -207,8 +235,9 @@ def _layer_with(config: RuntimeConfig, is_wanted: Callable[[Layer], bool]) -> La
     raise ValueError("this model has no layer that selects entries; name other components")
 
 
-def _compiled(run: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    return functools.partial(jax.jit(run, compiler_options=COMPILER_OPTIONS), *arguments)
+def _compiled(run: Callable[..., Any], config: RuntimeConfig, *arguments: Any) -> Callable[[], Any]:
+    options = REPEATABLE_OPTIONS if config.is_repeatable else COMPILER_OPTIONS
+    return functools.partial(jax.jit(run, compiler_options=options), *arguments)
 
 
 COMPONENTS: dict[str, Component] = {

@@ -241,6 +241,14 @@ def test_a_chunk_of_a_prompt_has_a_line_and_is_compared_with_a_moved_reference(c
 
 
 @pytest.mark.slow
+def test_the_mode_is_timed_against_steps_without_it(call):
+    printed = call("bench_invariance", "experts", "--rows", 4, "--turns", 1)
+    [line] = [json.loads(each) for each in printed.splitlines()]
+    assert (line["component"], line["rows"], line["row_tile"], line["kernels"]) == ("experts", 4, 8, "auto")
+    assert line["ratio"] == pytest.approx(line["on_ms"] / line["off_ms"], rel=1e-2) and line["on_ms"] > 0
+
+
+@pytest.mark.slow
 def test_an_engine_runs_weights_that_its_benchmark_has_drawn(call):
     sizes = ("--batch", 4, "--tokens", 4, "--turns", 1, "--max-model-len", 256, "--eager")
     printed = call("bench_engine", "batch", "--layers", 3, "--drawn-on-device", *sizes)
