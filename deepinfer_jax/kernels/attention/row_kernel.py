@@ -139,6 +139,7 @@ def attend(
     }
     return plgpu.kernel(
         functools.partial(_row, num_window=sources.window, products=products, interpret=interpret is not None),
+        kernel_name="attend",
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(rows,),
         grid_names=("row",),

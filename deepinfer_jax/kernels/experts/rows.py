@@ -72,6 +72,7 @@ def folded_rows(
     given = [array for array in (places, shares) if array is not None]
     kernel = plgpu.kernel(
         functools.partial(_fold_block, num_given=len(given), per_row=num_pairs // x.shape[0]),
+        kernel_name="fold_rows",
         out_type=(
             jax.ShapeDtypeStruct((TERMS * num_places, x.shape[1]), jnp.uint8),
             jax.ShapeDtypeStruct((1 if shares is None else 2, num_places), jnp.float32),

@@ -61,6 +61,7 @@ def make_schedule(
         bins = -(-(num_experts + 1) // WARP) * WARP
         kernel = plgpu.kernel(
             functools.partial(_schedule_block, bins=bins, **sizes),
+            kernel_name="place_pairs",
             out_type=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_pairs,), (num_tiles, 3), (1,))],
             scratch_types={
                 "counts": plgpu.SMEM((WARPS, bins), jnp.int32),

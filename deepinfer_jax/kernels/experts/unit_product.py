@@ -140,6 +140,7 @@ class UnitProduct(abc.ABC):
 
         kernel = plgpu.kernel(
             body,
+            kernel_name="experts_down" if self.limit is None else "experts_gate_and_up",
             out_type=jax.ShapeDtypeStruct((schedule.num_places, self.num_rows), jnp.bfloat16),
             grid=(self.num_sms,),
             grid_names=("sm",),

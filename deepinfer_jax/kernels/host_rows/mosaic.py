@@ -50,6 +50,7 @@ def take_rows(
     pieces = width // (4 * words)
     kernel = plgpu.kernel(
         functools.partial(_take_block, words=words, pieces=pieces),
+        kernel_name="take_host_rows",
         out_type=jax.ShapeDtypeStruct((count, width), jnp.uint8),
         grid=(-(-count * pieces // THREADS),),
         grid_names=("block",),

@@ -183,6 +183,7 @@ def _run_streams(operands: _Operands, interpret: Interpret) -> tuple[Array, ...]
     return tuple(
         plgpu.kernel(
             body,
+            kernel_name="_and_".join(["expand"] * bool(operands.expansion) + ["mix"] * bool(operands.mixing)),
             out_type=tuple(new_streams + (of_mix if operands.mixing else [])),
             grid=(rows // row_tile, runs),
             grid_names=("tile", "run"),
@@ -244,6 +245,7 @@ def _run_rows(
     counts = (STREAMS, STREAMS, STREAMS * STREAMS)
     return plgpu.kernel(
         functools.partial(_row_block, iterations=iterations, eps=eps, norm_eps=norm_eps),
+        kernel_name="norm_and_coefficients",
         out_type=(
             jax.ShapeDtypeStruct(collapsed.shape, jnp.bfloat16),
             *(jax.ShapeDtypeStruct((count, rows), jnp.float32) for count in counts),

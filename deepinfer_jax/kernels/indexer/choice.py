@@ -62,6 +62,7 @@ def choose(
     result = jax.ShapeDtypeStruct((rows, count), jnp.int32)
     kernel = plgpu.kernel(
         functools.partial(_choose_of_row, count=count, width=width, num_limits=len(limits), num_lists=len(lists)),
+        kernel_name="best_entries",
         out_type=[result] * (1 + len(lists)),
         grid=(rows,),
         grid_names=("row",),

@@ -98,6 +98,7 @@ def scores_of_pages(
     }
     scores = plgpu.kernel(
         functools.partial(_score_run, per_page=per_page, num_parts=num_parts, interpret=interpret is not None),
+        kernel_name="index_scores",
         out_type=jax.ShapeDtypeStruct((rows, num_tiles, TILE), jnp.bfloat16),
         grid=(num_parts, rows),
         grid_names=("part", "row"),

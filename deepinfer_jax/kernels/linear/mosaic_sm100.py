@@ -267,6 +267,7 @@ class _Product:
 
         kernel = plgpu.kernel(
             body,
+            kernel_name=f"linear_{self.num_outputs}x{self.width}",
             out_type=jax.ShapeDtypeStruct((self.num_rows, self.num_outputs), self.out_dtype),
             grid=(self.num_sms,),
             grid_names=("sm",),

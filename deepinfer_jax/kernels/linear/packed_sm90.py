@@ -67,6 +67,7 @@ def quantize(
     """Codes of `quantized_rows`, and scales in a form that one thread writes from group, row and float32 bits."""
     kernel = plgpu.kernel(
         functools.partial(_quantize_block, num_rows=num_rows, store_scale=store_scale),
+        kernel_name="quantize_rows",
         out_type=(jax.ShapeDtypeStruct((num_rows, x.shape[1]), jnp.uint8), scales),
         grid=(-(-x.shape[1] // GROUP * num_rows // THREADS),),
         grid_names=("block",),

@@ -182,6 +182,7 @@ class Product:
 
         kernel = plgpu.kernel(
             body,
+            kernel_name=f"linear_{self.num_outputs}x{self.width}",
             out_type=jax.ShapeDtypeStruct((self.splits * self.num_rows, self.num_outputs), self.made_dtype),
             grid=(self.num_sms,),
             grid_names=("sm",),
