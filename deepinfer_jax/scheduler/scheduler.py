@@ -300,6 +300,8 @@ class Scheduler:
     def _make_room(self, rank: Rank, sequence: Sequence, num_tokens: int) -> bool:
         """Gives a request the pages of `num_tokens` tokens. The newest ones give way, which may be the request."""
         missing = self.config.pages_of(num_tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
         while not rank.has_room(missing):
             newest = rank.running[-1]
             if len(rank.running) == 1:  # it has all there is
@@ -308,7 +310,7 @@ class Scheduler:
                 self._preempt(newest)
             if newest is sequence:
                 return False
-        rank.add_pages(sequence, max(0, missing))
+        rank.add_pages(sequence, missing)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
