@@ -263,27 +263,16 @@ class Pipeline:
         self, plan: RankPlan, drawn: Int32[np.ndarray, "three N"], told: Int32[np.ndarray, "F C"], best: Any
     ) -> list[ChunkDraws]:
         token_ids, (logprobs, masses) = drawn[0].tolist(), drawn[1:].view(np.float32).tolist()
-
-        def row(index: int, num_top: int) -> Drawn:
-            return Drawn(token_ids[index], logprobs[index], _best_of(best, index, num_top), masses[index])
-
         found: list[ChunkDraws] = []
         first = 0
-        for index, chunk in enumerate(plan.chunks):
-            num_kept, verified = told[:2, index].tolist()
+        for index, (chunk, num_kept, verified) in enumerate(zip(plan.chunks, *told[:2].tolist(), strict=False)):
+            num_top = chunk.sequence.options.params.top_logprobs
             end = first + chunk.num_logits - chunk.num_drafts + verified
-            rows = [row(i, chunk.sequence.options.params.top_logprobs) for i in range(first, end)]
+            rows = [Drawn(token_ids[i], logprobs[i], _best_of(best, i, num_top), masses[i]) for i in range(first, end)]
             first_draw = len(rows) - 1 - verified if chunk.draws else len(rows)
             is_told = chunk.draws and chunk.proposes and len(told) > 2
             proposal = self._proposal(told[2:, index]) if is_told else None
-            found.append(
-                ChunkDraws(
-                    scores=rows[:first_draw],
-                    tokens=rows[first_draw : first_draw + num_kept],
-                    num_verified=verified,
-                    proposal=proposal,
-                )
-            )
+            found.append(ChunkDraws(rows[:first_draw], rows[first_draw : first_draw + num_kept], verified, proposal))
             first = end
         return found
 
@@ -391,7 +380,7 @@ def num_compiled() -> int:
 
 def _told_of(plan: Plan, shape: StepShape, image_errors: Mapping[str, Exception]) -> str:
     """A step in words, with what it shows, in which processes must agree."""
-    digests = [image.digest for rank in plan.ranks for image in rank.images]
+    digests = [image.digest for rank in plan.ranks for image in rank.images] if plan.has_images else []
     images = "".join(f", image {digest[:12]}{' (failed)' * (digest in image_errors)}" for digest in digests)
     return f"step {plan.step}, {shape.name}, {len(plan.chunks)} chunks{images}"
 

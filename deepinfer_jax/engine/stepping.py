@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from deepinfer_jax.engine.constraints import GRAMMAR_FAILED
 from deepinfer_jax.engine.images import IMAGE_FAILED
 from deepinfer_jax.engine.masking import MaskMaker, arrays_of, needs_host
-from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal, Round
+from deepinfer_jax.engine.outputs import NO_DRAFTS, ChunkDraws, Drawn, Proposal, Round
 from deepinfer_jax.engine.pipeline import Launched, Pipeline, num_compiled
 from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.parallel.processes import ProcessesDifferError
@@ -104,7 +104,7 @@ class StepLoop:
 
     def _launch(self, plan: Plan, *, waits_for_masks: bool) -> Launched | None:
         """Puts a plan on the device; None if that broke."""
-        shape, before, start = self._pipeline.shape_of(plan), num_compiled(), time.perf_counter()
+        before, start = num_compiled(), time.perf_counter()
         idle_s = self._idle_s(start)
         try:
             launched = self._pipeline.launch(plan, waits_for_masks=waits_for_masks)
@@ -117,7 +117,7 @@ class StepLoop:
                 raise
             return None
         self._in_flight.append(launched)
-        self._busy_at = time.perf_counter()
+        self._busy_at, shape = time.perf_counter(), launched.shape
         if num_compiled() > before:
             self._stats.compiled(shape.name, self._busy_at - start, is_expected=waits_for_masks)
         self._stats.launched(
@@ -196,6 +196,7 @@ class StepLoop:
         found: dict[str, list[Drawn]] = {}
         rounds: dict[str, Round] = {}
         failures: dict[str, _Failure] = {}
+        max_model_len = self._scheduler.config.max_model_len
         for chunk, draws in zip(plan.chunks, drawn, strict=True):
             if chunk.is_stale:
                 continue
@@ -211,7 +212,7 @@ class StepLoop:
                 self._note_drafts(sequence, draws, step=plan.step)
             elif sequence.proposal is None:
                 sequence.has_drafts = False  # it sat the step out; what was proposed before would still stand
-            found[request_id], failure = _accept(chunk, tokens, self._scheduler.config.max_model_len)
+            found[request_id], failure = _accept(chunk, tokens, max_model_len)
             if failure is not None and not found[request_id]:
                 self._scheduler.end(request_id, failure.reason, error=failure.error)
             elif failure is not None:
@@ -253,19 +254,19 @@ class _Failure:
     error: BaseException
 
 
-def _accept(chunk: Chunk, drawn: Sequence[Drawn], max_model_len: int) -> tuple[list[Drawn], _Failure | None]:
+def _accept(chunk: Chunk, drawn: list[Drawn], max_model_len: int) -> tuple[list[Drawn], _Failure | None]:
     """The drawn tokens that are some, up to the one that ends the request; its constraint takes them."""
     constraint: DrawState | None = chunk.sequence.options.constraint
     wanted = drawn[: chunk.sequence.cut([one.token_id for one in drawn], max_model_len)]
     for place, one in enumerate(wanted):
         if math.isnan(one.logprob):
-            return list(wanted[:place]), _not_finite(chunk, place)
+            return wanted[:place], _not_finite(chunk, place)
         if constraint is not None:
             try:
                 constraint.advance(one.token_id)
             except GrammarError as error:
-                return list(wanted[:place]), _Failure(GRAMMAR_FAILED, error)
-    return list(wanted), None
+                return wanted[:place], _Failure(GRAMMAR_FAILED, error)
+    return wanted, None
 
 
 def _not_finite(chunk: Chunk, place: int) -> _Failure:
@@ -285,10 +286,10 @@ def _not_finite(chunk: Chunk, place: int) -> _Failure:
 def _with_proposal(draws: ChunkDraws, proposal: Proposal | None) -> tuple[list[Drawn], Round]:
     """The tokens of a step with what the drafter said of those that it had proposed."""
     if proposal is None or not draws.num_verified:
-        return draws.tokens, Round()
+        return draws.tokens, NO_DRAFTS
     num_accepted = len(draws.tokens) - 1
     tokens = [
-        dataclasses.replace(one, draft_logprob=proposal.logprobs[place]) if place < num_accepted else one
+        one._replace(draft_logprob=proposal.logprobs[place]) if place < num_accepted else one
         for place, one in enumerate(draws.tokens)
     ]
     chances = tuple(0.5 * (1.0 + math.tanh(0.5 * z)) for z in proposal.confidence[: draws.num_verified])
