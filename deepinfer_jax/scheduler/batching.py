@@ -68,12 +68,12 @@ class RequestOptions:
     constraint: DrawState | None = None  # what its tokens so far say about the next one; moves on with them
 
     @functools.cached_property
-    def packed(self) -> tuple[int, ...]:
+    def packed(self) -> Int32[np.ndarray, " O"]:
         """The numbers of `OPTION_FIELDS`."""
         params = self.params
         words = np.array(seed_words(self.seed), np.uint32).view(np.int32)
         floats = np.array([params.inverse_temperature, params.top_p, params.min_p_distance], np.float32).view(np.int32)
-        return (*words.tolist(), *floats.tolist(), params.top_k, params.is_greedy)
+        return np.array([*words, *floats, params.top_k, params.is_greedy], np.int32)
 
 
 def num_forced(max_drafts: int) -> int:
@@ -143,10 +143,12 @@ def pack_step(
     views["page_table"][:] = page_table[:, :num_pages]
     views["budget"][:] = plan.num_drafts if plan.budget is None else plan.budget
     facts: list[tuple[int, ...]] = []
+    asked: list[Int32[np.ndarray, " O"]] = []
     token_end = 0
     for index, chunk in enumerate(plan.chunks):
         known, options = chunk.known_tokens, chunk.sequence.options
-        facts.append((*_facts(chunk, token_end), *options.packed))
+        facts.append(_facts(chunk, token_end))
+        asked.append(options.packed)
         if known:
             views["tokens"][token_end : token_end + len(known)] = known
         for image in chunk.images if has_images else ():
@@ -157,8 +159,9 @@ def pack_step(
             first = chunk.first_unknown - len(chunk.sequence.prompt)
             views["forced"][index] = [forced_token(options.params, first + i) for i in range(num_forced(max_drafts))]
     if facts:
-        chunk_part = packed[: len(CHUNK_FIELDS) * num_chunks].reshape(len(CHUNK_FIELDS), num_chunks)
-        chunk_part[:, : len(facts)] = np.array(facts, np.int32).T
+        own = packed[: len(CHUNK_FIELDS) * num_chunks].reshape(len(CHUNK_FIELDS), num_chunks)[:, : len(facts)]
+        own[: -len(OPTION_FIELDS)] = np.array(facts, np.int32).T
+        own[-len(OPTION_FIELDS) :] = np.concatenate(asked).reshape(len(asked), -1).T
     return packed
 
 

@@ -368,11 +368,12 @@ class Scheduler:
         kept: list[tuple[Sequence, tuple[int, ...]]] = []
         for chunk in live:
             sequence = chunk.sequence
-            drawn = tokens[sequence.request_id] if chunk.draws else ()
-            # The row in front of each token stays, and what stands before the first of these.
-            sequence.read_rows(chunk.length, chunk.draw_row + len(drawn) if chunk.draws else chunk.length)
             if not chunk.draws:
+                sequence.read_rows(chunk.length, chunk.length)
                 continue
+            drawn = tokens[sequence.request_id]
+            # The row in front of each token stays, and what stands before the first of these.
+            sequence.read_rows(chunk.length, chunk.draw_row + len(drawn))
             sequence.draws_in_flight -= 1
             if not drawn:
                 continue
