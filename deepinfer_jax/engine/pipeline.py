@@ -263,16 +263,19 @@ class Pipeline:
         self, plan: RankPlan, drawn: Int32[np.ndarray, "three N"], told: Int32[np.ndarray, "F C"], best: Any
     ) -> list[ChunkDraws]:
         token_ids, (logprobs, masses) = drawn[0].tolist(), drawn[1:].view(np.float32).tolist()
+        rows = list(map(Drawn, token_ids, logprobs, masses))
         found: list[ChunkDraws] = []
         first = 0
         for index, (chunk, num_kept, verified) in enumerate(zip(plan.chunks, *told[:2].tolist(), strict=False)):
-            num_top = chunk.sequence.options.params.top_logprobs
             end = first + chunk.num_logits - chunk.num_drafts + verified
-            rows = [Drawn(token_ids[i], logprobs[i], _best_of(best, i, num_top), masses[i]) for i in range(first, end)]
-            first_draw = len(rows) - 1 - verified if chunk.draws else len(rows)
+            if num_top := chunk.sequence.options.params.top_logprobs:
+                rows[first:end] = [rows[i]._replace(top=_best_of(best, i, num_top)) for i in range(first, end)]
+            first_draw = end - 1 - verified if chunk.draws else end
             is_told = chunk.draws and chunk.proposes and len(told) > 2
             proposal = self._proposal(told[2:, index]) if is_told else None
-            found.append(ChunkDraws(rows[:first_draw], rows[first_draw : first_draw + num_kept], verified, proposal))
+            found.append(
+                ChunkDraws(rows[first:first_draw], rows[first_draw : first_draw + num_kept], verified, proposal)
+            )
             first = end
         return found
 
@@ -387,7 +390,5 @@ def _told_of(plan: Plan, shape: StepShape, image_errors: Mapping[str, Exception]
 
 def _best_of(best: Any, row: int, count: int) -> tuple[tuple[float, int], ...]:
     """The alternatives that one request asked for, best first."""
-    if not count:
-        return ()
     values, token_ids = best
     return tuple(zip(values[row, :count].tolist(), token_ids[row, :count].tolist(), strict=True))

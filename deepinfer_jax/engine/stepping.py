@@ -193,8 +193,8 @@ class StepLoop:
         self._commit(launched.plan, drawn)
 
     def _commit(self, plan: Plan, drawn: Sequence[ChunkDraws]) -> None:
-        found: dict[str, list[Drawn]] = {}
-        rounds: dict[str, Round] = {}
+        found: dict[str, tuple[list[Drawn], Round]] = {}
+        tokens: dict[str, list[int]] = {}
         failures: dict[str, _Failure] = {}
         max_model_len = self._scheduler.config.max_model_len
         for chunk, draws in zip(plan.chunks, drawn, strict=True):
@@ -207,21 +207,23 @@ class StepLoop:
             if not chunk.draws:
                 continue
             request_id = sequence.request_id
-            tokens, rounds[request_id] = _with_proposal(draws, sequence.proposal)
+            made, step = _with_proposal(draws, sequence.proposal)
             if draws.tokens:
                 self._note_drafts(sequence, draws, step=plan.step)
             elif sequence.proposal is None:
                 sequence.has_drafts = False  # it sat the step out; what was proposed before would still stand
-            found[request_id], failure = _accept(chunk, tokens, max_model_len)
-            if failure is not None and not found[request_id]:
+            good, failure = _accept(chunk, made, max_model_len)
+            found[request_id], tokens[request_id] = (good, step), [one.token_id for one in good]
+            if failure is not None and not good:
                 self._scheduler.end(request_id, failure.reason, error=failure.error)
             elif failure is not None:
                 failures[request_id] = failure
-        tokens = {request_id: [one.token_id for one in some] for request_id, some in found.items()}
-        for sequence, taken in self._scheduler.commit(plan, tokens):
+        kept = self._scheduler.commit(plan, tokens)
+        self._stats.emitted({sequence.request_id: len(taken) for sequence, taken in kept})
+        for sequence, taken in kept:
             request_id = sequence.request_id
-            self._stats.emitted(request_id, len(taken))
-            self._listener.took_tokens(sequence, found[request_id][: len(taken)], rounds[request_id])
+            good, step = found[request_id]
+            self._listener.took_tokens(sequence, good[: len(taken)], step)
             if request_id in failures:
                 self._scheduler.end(request_id, failures[request_id].reason, error=failures[request_id].error)
 
