@@ -212,9 +212,10 @@ class StepLoop:
                 self._note_drafts(sequence, draws, step=plan.step)
             elif sequence.proposal is None:
                 sequence.has_drafts = False  # it sat the step out; what was proposed before would still stand
-            good, failure = _accept(chunk, made, max_model_len)
-            found[request_id], tokens[request_id] = (good, step), [one.token_id for one in good]
-            if failure is not None and not good:
+            ids = [one.token_id for one in made]
+            num_good, failure = _accept(chunk, made[: sequence.cut(ids, max_model_len)])
+            found[request_id], tokens[request_id] = (made, step), ids[:num_good]
+            if failure is not None and not num_good:
                 self._scheduler.end(request_id, failure.reason, error=failure.error)
             elif failure is not None:
                 failures[request_id] = failure
@@ -222,8 +223,8 @@ class StepLoop:
         self._stats.emitted({sequence.request_id: len(taken) for sequence, taken in kept})
         for sequence, taken in kept:
             request_id = sequence.request_id
-            good, step = found[request_id]
-            self._listener.took_tokens(sequence, good[: len(taken)], step)
+            made, step = found[request_id]
+            self._listener.took_tokens(sequence, made[: len(taken)], step)
             if request_id in failures:
                 self._scheduler.end(request_id, failures[request_id].reason, error=failures[request_id].error)
 
@@ -256,19 +257,18 @@ class _Failure:
     error: BaseException
 
 
-def _accept(chunk: Chunk, drawn: list[Drawn], max_model_len: int) -> tuple[list[Drawn], _Failure | None]:
-    """The drawn tokens that are some, up to the one that ends the request; its constraint takes them."""
+def _accept(chunk: Chunk, drawn: Sequence[Drawn]) -> tuple[int, _Failure | None]:
+    """How many of the drawn tokens are some; the request's constraint takes these."""
     constraint: DrawState | None = chunk.sequence.options.constraint
-    wanted = drawn[: chunk.sequence.cut([one.token_id for one in drawn], max_model_len)]
-    for place, one in enumerate(wanted):
+    for place, one in enumerate(drawn):
         if math.isnan(one.logprob):
-            return wanted[:place], _not_finite(chunk, place)
+            return place, _not_finite(chunk, place)
         if constraint is not None:
             try:
                 constraint.advance(one.token_id)
             except GrammarError as error:
-                return wanted[:place], _Failure(GRAMMAR_FAILED, error)
-    return wanted, None
+                return place, _Failure(GRAMMAR_FAILED, error)
+    return len(drawn), None
 
 
 def _not_finite(chunk: Chunk, place: int) -> _Failure:
