@@ -263,26 +263,18 @@ class Pipeline:
         self, plan: RankPlan, drawn: Int32[np.ndarray, "three N"], told: Int32[np.ndarray, "F C"], best: Any
     ) -> list[ChunkDraws]:
         token_ids, (logprobs, masses) = drawn[0].tolist(), drawn[1:].view(np.float32).tolist()
-
-        def row(index: int, num_top: int) -> Drawn:
-            return Drawn(token_ids[index], logprobs[index], _best_of(best, index, num_top), masses[index])
-
+        rows = list(map(Drawn, token_ids, logprobs, masses))
         found: list[ChunkDraws] = []
         first = 0
-        for index, chunk in enumerate(plan.chunks):
-            num_kept, verified = told[:2, index].tolist()
+        for index, (chunk, num_kept, verified) in enumerate(zip(plan.chunks, *told[:2].tolist(), strict=False)):
             end = first + chunk.num_logits - chunk.num_drafts + verified
-            rows = [row(i, chunk.sequence.options.params.top_logprobs) for i in range(first, end)]
-            first_draw = len(rows) - 1 - verified if chunk.draws else len(rows)
+            if num_top := chunk.sequence.options.params.top_logprobs:
+                rows[first:end] = [rows[i]._replace(top=_best_of(best, i, num_top)) for i in range(first, end)]
+            first_draw = end - 1 - verified if chunk.draws else end
             is_told = chunk.draws and chunk.proposes and len(told) > 2
             proposal = self._proposal(told[2:, index]) if is_told else None
             found.append(
-                ChunkDraws(
-                    scores=rows[:first_draw],
-                    tokens=rows[first_draw : first_draw + num_kept],
-                    num_verified=verified,
-                    proposal=proposal,
-                )
+                ChunkDraws(rows[first:first_draw], rows[first_draw : first_draw + num_kept], verified, proposal)
             )
             first = end
         return found
@@ -391,14 +383,12 @@ def num_compiled() -> int:
 
 def _told_of(plan: Plan, shape: StepShape, image_errors: Mapping[str, Exception]) -> str:
     """A step in words, with what it shows, in which processes must agree."""
-    digests = [image.digest for rank in plan.ranks for image in rank.images]
+    digests = [image.digest for rank in plan.ranks for image in rank.images] if plan.has_images else []
     images = "".join(f", image {digest[:12]}{' (failed)' * (digest in image_errors)}" for digest in digests)
     return f"step {plan.step}, {shape.name}, {len(plan.chunks)} chunks{images}"
 
 
 def _best_of(best: Any, row: int, count: int) -> tuple[tuple[float, int], ...]:
     """The alternatives that one request asked for, best first."""
-    if not count:
-        return ()
     values, token_ids = best
     return tuple(zip(values[row, :count].tolist(), token_ids[row, :count].tolist(), strict=True))

@@ -145,13 +145,14 @@ class EngineStats:
         self._sums.idle_s += idle_s
         self._sums.buckets[bucket] += 1
 
-    def emitted(self, request_id: str, count: int) -> None:
-        """A step gave `count` tokens to a request."""
+    def emitted(self, counts: Mapping[str, int]) -> None:
+        """A step gave so many tokens to each of these requests."""
         now_s = self._tick()
-        if count < 1:
-            return
-        self._sums.numbers["output_tokens"] += count
-        if live := self._live.get(request_id):
+        self._sums.numbers["output_tokens"] += sum(counts.values())
+        for request_id, count in counts.items():
+            live = self._live.get(request_id)
+            if live is None or not count:
+                continue
             if live.num_tokens:
                 self._itl.add((now_s - live.last_s) / count, count)
             else:

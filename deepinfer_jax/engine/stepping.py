@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from deepinfer_jax.engine.constraints import GRAMMAR_FAILED
 from deepinfer_jax.engine.images import IMAGE_FAILED
 from deepinfer_jax.engine.masking import MaskMaker, arrays_of, needs_host
-from deepinfer_jax.engine.outputs import ChunkDraws, Drawn, Proposal, Round
+from deepinfer_jax.engine.outputs import NO_DRAFTS, ChunkDraws, Drawn, Proposal, Round
 from deepinfer_jax.engine.pipeline import Launched, Pipeline, num_compiled
 from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.parallel.processes import ProcessesDifferError
@@ -104,7 +104,7 @@ class StepLoop:
 
     def _launch(self, plan: Plan, *, waits_for_masks: bool) -> Launched | None:
         """Puts a plan on the device; None if that broke."""
-        shape, before, start = self._pipeline.shape_of(plan), num_compiled(), time.perf_counter()
+        before, start = num_compiled(), time.perf_counter()
         idle_s = self._idle_s(start)
         try:
             launched = self._pipeline.launch(plan, waits_for_masks=waits_for_masks)
@@ -117,7 +117,7 @@ class StepLoop:
                 raise
             return None
         self._in_flight.append(launched)
-        self._busy_at = time.perf_counter()
+        self._busy_at, shape = time.perf_counter(), launched.shape
         if num_compiled() > before:
             self._stats.compiled(shape.name, self._busy_at - start, is_expected=waits_for_masks)
         self._stats.launched(
@@ -193,9 +193,10 @@ class StepLoop:
         self._commit(launched.plan, drawn)
 
     def _commit(self, plan: Plan, drawn: Sequence[ChunkDraws]) -> None:
-        found: dict[str, list[Drawn]] = {}
-        rounds: dict[str, Round] = {}
+        found: dict[str, tuple[list[Drawn], Round]] = {}
+        tokens: dict[str, list[int]] = {}
         failures: dict[str, _Failure] = {}
+        max_model_len = self._scheduler.config.max_model_len
         for chunk, draws in zip(plan.chunks, drawn, strict=True):
             if chunk.is_stale:
                 continue
@@ -206,21 +207,24 @@ class StepLoop:
             if not chunk.draws:
                 continue
             request_id = sequence.request_id
-            tokens, rounds[request_id] = _with_proposal(draws, sequence.proposal)
+            made, step = _with_proposal(draws, sequence.proposal)
             if draws.tokens:
                 self._note_drafts(sequence, draws, step=plan.step)
             elif sequence.proposal is None:
                 sequence.has_drafts = False  # it sat the step out; what was proposed before would still stand
-            found[request_id], failure = _accept(chunk, tokens, self._scheduler.config.max_model_len)
-            if failure is not None and not found[request_id]:
+            ids = [one.token_id for one in made]
+            num_good, failure = _accept(chunk, made[: sequence.cut(ids, max_model_len)])
+            found[request_id], tokens[request_id] = (made, step), ids[:num_good]
+            if failure is not None and not num_good:
                 self._scheduler.end(request_id, failure.reason, error=failure.error)
             elif failure is not None:
                 failures[request_id] = failure
-        tokens = {request_id: [one.token_id for one in some] for request_id, some in found.items()}
-        for sequence, taken in self._scheduler.commit(plan, tokens):
+        kept = self._scheduler.commit(plan, tokens)
+        self._stats.emitted({sequence.request_id: len(taken) for sequence, taken in kept})
+        for sequence, taken in kept:
             request_id = sequence.request_id
-            self._stats.emitted(request_id, len(taken))
-            self._listener.took_tokens(sequence, found[request_id][: len(taken)], rounds[request_id])
+            made, step = found[request_id]
+            self._listener.took_tokens(sequence, made[: len(taken)], step)
             if request_id in failures:
                 self._scheduler.end(request_id, failures[request_id].reason, error=failures[request_id].error)
 
@@ -253,19 +257,18 @@ class _Failure:
     error: BaseException
 
 
-def _accept(chunk: Chunk, drawn: Sequence[Drawn], max_model_len: int) -> tuple[list[Drawn], _Failure | None]:
-    """The drawn tokens that are some, up to the one that ends the request; its constraint takes them."""
+def _accept(chunk: Chunk, drawn: Sequence[Drawn]) -> tuple[int, _Failure | None]:
+    """How many of the drawn tokens are some; the request's constraint takes these."""
     constraint: DrawState | None = chunk.sequence.options.constraint
-    wanted = drawn[: chunk.sequence.cut([one.token_id for one in drawn], max_model_len)]
-    for place, one in enumerate(wanted):
+    for place, one in enumerate(drawn):
         if math.isnan(one.logprob):
-            return list(wanted[:place]), _not_finite(chunk, place)
+            return place, _not_finite(chunk, place)
         if constraint is not None:
             try:
                 constraint.advance(one.token_id)
             except GrammarError as error:
-                return list(wanted[:place]), _Failure(GRAMMAR_FAILED, error)
-    return list(wanted), None
+                return place, _Failure(GRAMMAR_FAILED, error)
+    return len(drawn), None
 
 
 def _not_finite(chunk: Chunk, place: int) -> _Failure:
@@ -285,10 +288,10 @@ def _not_finite(chunk: Chunk, place: int) -> _Failure:
 def _with_proposal(draws: ChunkDraws, proposal: Proposal | None) -> tuple[list[Drawn], Round]:
     """The tokens of a step with what the drafter said of those that it had proposed."""
     if proposal is None or not draws.num_verified:
-        return draws.tokens, Round()
+        return draws.tokens, NO_DRAFTS
     num_accepted = len(draws.tokens) - 1
     tokens = [
-        dataclasses.replace(one, draft_logprob=proposal.logprobs[place]) if place < num_accepted else one
+        one._replace(draft_logprob=proposal.logprobs[place]) if place < num_accepted else one
         for place, one in enumerate(draws.tokens)
     ]
     chances = tuple(0.5 * (1.0 + math.tanh(0.5 * z)) for z in proposal.confidence[: draws.num_verified])

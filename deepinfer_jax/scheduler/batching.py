@@ -142,20 +142,26 @@ def pack_step(
             views[name][:] = value
     views["page_table"][:] = page_table[:, :num_pages]
     views["budget"][:] = plan.num_drafts if plan.budget is None else plan.budget
-    chunk_part = packed[: len(CHUNK_FIELDS) * num_chunks].reshape(len(CHUNK_FIELDS), num_chunks)
+    facts: list[tuple[int, ...]] = []
+    asked: list[Int32[np.ndarray, " O"]] = []
     token_end = 0
     for index, chunk in enumerate(plan.chunks):
-        known = chunk.known_tokens
-        views["tokens"][token_end : token_end + len(known)] = known
-        chunk_part[:, index] = (*_facts(chunk, token_end), *chunk.sequence.options.packed)
+        known, options = chunk.known_tokens, chunk.sequence.options
+        facts.append(_facts(chunk, token_end))
+        asked.append(options.packed)
+        if known:
+            views["tokens"][token_end : token_end + len(known)] = known
         for image in chunk.images if has_images else ():
             place, row = token_end + image.start - chunk.start, rows[image.digest]
             views["image_rows"][place : place + image.length] = np.arange(row, row + image.length)
         token_end += len(known)
-        if chunk.draws and chunk.sequence.options.params.golden_token_ids is not None:
+        if chunk.draws and options.params.golden_token_ids is not None:
             first = chunk.first_unknown - len(chunk.sequence.prompt)
-            params = chunk.sequence.options.params
-            views["forced"][index] = [forced_token(params, first + i) for i in range(num_forced(max_drafts))]
+            views["forced"][index] = [forced_token(options.params, first + i) for i in range(num_forced(max_drafts))]
+    if facts:
+        own = packed[: len(CHUNK_FIELDS) * num_chunks].reshape(len(CHUNK_FIELDS), num_chunks)[:, : len(facts)]
+        own[: -len(OPTION_FIELDS)] = np.array(facts, np.int32).T
+        own[-len(OPTION_FIELDS) :] = np.concatenate(asked).reshape(len(asked), -1).T
     return packed
 
 
@@ -166,13 +172,13 @@ def _facts(chunk: Chunk, token_start: int) -> tuple[int, ...]:
     return (
         sequence.slot,
         chunk.start,
-        int(chunk.follows),
+        chunk.follows,
         chunk.length,
         chunk.num_drafts,
         token_start,
-        int(chunk.draws),
-        int(chunk.proposes),
-        int(chunk.scores),
+        chunk.draws,
+        chunk.proposes,
+        chunk.scores,
         NO_TOKEN if chunk.draws or chunk.end >= sequence.num_tokens else sequence.tokens_from(chunk.end, 1)[0],
         sequence.tail_start,
         sequence.window_start,

@@ -4,15 +4,16 @@ All ranks run the same kind of step in the same compiled shape, so a shape is ch
 """
 
 import dataclasses
+import functools
 from collections import abc
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from deepinfer_jax.scheduler.images import ImageSpan
 from deepinfer_jax.scheduler.sequence import Copy, Sequence
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Consecutive rows of one request: part of its prompt, or its next token and what may follow it.
 
     start is exact in a prefill step and where follows is False. Otherwise the step in front is unread, and start
@@ -22,12 +23,12 @@ class Chunk:
     sequence: Sequence
     start: int  # position of the first row
     length: int
-    num_drafts: int = 0  # rows at the end that hold drafts; the others hold known tokens, or the newest one
     draws: bool  # False in the middle of a prompt
     draw_position: int  # of the first token drawn: behind a prompt's last row, or behind a decode chunk's first row
     first_unknown: int  # position of the first token that the host does not know and that this may draw
-    follows: bool = False  # the first row is the newest token of the slot, which the host has not read
     epoch: int  # of the sequence; results are dropped once it has moved on
+    num_drafts: int = 0  # rows at the end that hold drafts; the others hold known tokens, or the newest one
+    follows: bool = False  # the first row is the newest token of the slot, which the host has not read
     proposes: bool = True  # drafts are made behind its draw, where the engine drafts at all
     scores: bool = False  # every row has a logit row: those in front of a known prompt token tell its probability
 
@@ -87,7 +88,7 @@ class RankPlan:
         """The images among its rows."""
         return tuple(image for chunk in self.chunks for image in chunk.images)
 
-    @property
+    @functools.cached_property
     def num_drafts(self) -> int:
         """Drafts that could be verified."""
         return sum(chunk.num_drafts for chunk in self.chunks)
@@ -97,7 +98,7 @@ class RankPlan:
         """Logit rows without padding."""
         return sum(chunk.num_logits for chunk in self.chunks) - self._num_left_out
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         """Rows without padding."""
         return sum(chunk.length for chunk in self.chunks) - self._num_left_out
@@ -126,7 +127,7 @@ class Plan:
     is_prefill: bool
     ranks: tuple[RankPlan, ...]
 
-    @property
+    @functools.cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks of all ranks, in the order of the ranks."""
         return tuple(chunk for rank in self.ranks for chunk in rank.chunks)
@@ -143,11 +144,12 @@ class Plan:
         """
         for chunk in self.chunks:
             if chunk.draws and not chunk.is_stale:
-                most, least = chunk.num_drafts + 1, 0 if chunk.sequence.is_held else 1
-                count = len(tokens.get(chunk.sequence.request_id, ()))
+                sequence = chunk.sequence
+                most, least = chunk.num_drafts + 1, 0 if sequence.is_held else 1
+                count = len(tokens.get(sequence.request_id, ()))
                 if not least <= count <= most:
                     raise ValueError(
-                        f"step {self.step} gave {count} tokens for request {chunk.sequence.request_id!r}; "
+                        f"step {self.step} gave {count} tokens for request {sequence.request_id!r}; "
                         f"it must give {least} to {most}"
                     )
 

@@ -262,7 +262,7 @@ class Scheduler:
             if sequence.slot < 0 and not rank.admit(sequence, hit):
                 admits = False  # those that run go on: they may hold the memory that it lacks
                 continue
-            chunk = self._launch(sequence, length, draws=end == sequence.prefill_len, draw_position=end)
+            chunk = self._launch(sequence, length, draws=end == sequence.prefill_len)
             yield chunk
             rows, images, keys, count = rows - length, images - len(chunk.images), keys + end, count + 1
 
@@ -292,14 +292,13 @@ class Scheduler:
             length = min(1 + num_drafts, max_model_len - start)
             # Without room for a row an unread step may still reject some of its rows: the request waits for that.
             if self._make_room(rank, sequence, start + length):
-                place = start + 1
-                yield self._launch(
-                    sequence, length, num_drafts=length - 1, draws=True, draw_position=place, proposes=proposes
-                )
+                yield self._launch(sequence, length, num_drafts=length - 1, draws=True, proposes=proposes)
 
     def _make_room(self, rank: Rank, sequence: Sequence, num_tokens: int) -> bool:
         """Gives a request the pages of `num_tokens` tokens. The newest ones give way, which may be the request."""
         missing = self.config.pages_of(num_tokens) - len(sequence.pages)
+        if missing <= 0:
+            return True
         while not rank.has_room(missing):
             newest = rank.running[-1]
             if len(rank.running) == 1:  # it has all there is
@@ -308,7 +307,7 @@ class Scheduler:
                 self._preempt(newest)
             if newest is sequence:
                 return False
-        rank.add_pages(sequence, max(0, missing))
+        rank.add_pages(sequence, missing)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -325,26 +324,20 @@ class Scheduler:
         rank.enqueue(sequence)
 
     def _launch(
-        self,
-        sequence: Sequence,
-        length: int,
-        *,
-        draws: bool,
-        draw_position: int,
-        num_drafts: int = 0,
-        proposes: bool = True,
+        self, sequence: Sequence, length: int, *, draws: bool, num_drafts: int = 0, proposes: bool = True
     ) -> Chunk:
         """The next rows of a request, which is noted there."""
+        start, num_unread = sequence.num_scheduled, sequence.draws_in_flight
         chunk = Chunk(
             sequence=sequence,
-            start=sequence.num_scheduled,
+            start=start,
             length=length,
             num_drafts=num_drafts,
             draws=draws,
             proposes=proposes,
-            draw_position=draw_position,
-            first_unknown=sequence.num_tokens + sequence.draws_in_flight,
-            follows=sequence.draws_in_flight > 0,
+            draw_position=start + length - num_drafts,
+            first_unknown=sequence.num_tokens + num_unread,
+            follows=num_unread > 0,
             epoch=sequence.epoch,
             scores=sequence.scores_prompt and not sequence.output,
         )
@@ -366,11 +359,12 @@ class Scheduler:
         kept: list[tuple[Sequence, tuple[int, ...]]] = []
         for chunk in live:
             sequence = chunk.sequence
-            drawn = tokens[sequence.request_id] if chunk.draws else ()
-            # The row in front of each token stays, and what stands before the first of these.
-            sequence.read_rows(chunk.length, chunk.draw_row + len(drawn) if chunk.draws else chunk.length)
             if not chunk.draws:
+                sequence.read_rows(chunk.length, chunk.length)
                 continue
+            drawn = tokens[sequence.request_id]
+            # The row in front of each token stays, and what stands before the first of these.
+            sequence.read_rows(chunk.length, chunk.draw_row + len(drawn))
             sequence.draws_in_flight -= 1
             if not drawn:
                 continue

@@ -40,6 +40,11 @@ class Limits:
     ignore_eos: bool = False
     stop_ids: frozenset[int] = frozenset()  # more tokens that end it, whatever ignore_eos says
 
+    @functools.cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Every token that ends it."""
+        return self.stop_ids if self.ignore_eos else self.stop_ids | {self.eos_id}
+
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Sequence:
@@ -143,14 +148,11 @@ class Sequence:
 
     def stop_reason(self, max_model_len: int) -> str:
         """Why the request ends with its last token, "" if it does not."""
-        if self.output and self._ends_with(self.output[-1]):
+        if self.output and self.output[-1] in self.limits.end_ids:
             return "stop"
         if len(self.output) >= self.limits.max_tokens or self.num_tokens > max_model_len:
             return "length"
         return ""
-
-    def _ends_with(self, token: int) -> bool:
-        return (token == self.limits.eos_id and not self.limits.ignore_eos) or token in self.limits.stop_ids
 
     def may_decode(self, max_model_len: int) -> bool:
         """Whether a decode step may take it in: another token could follow when each unread step draws only one.
@@ -163,14 +165,19 @@ class Sequence:
 
     def num_drafts(self, most: int) -> int:
         """Drafts worth verifying: those that exist, and no more than could still be emitted."""
+        if not self.has_drafts or not most:
+            return 0
         num_left = self.limits.max_tokens - len(self.output) - self.draws_in_flight
-        return max(0, min(most, num_left - 1)) if self.has_drafts else 0
+        return max(0, min(most, num_left - 1))
 
     def cut(self, tokens: abc.Sequence[int], max_model_len: int) -> int:
         """How many of the next tokens it would take: up to the one that ends it."""
+        if len(tokens) < 2:
+            return len(tokens)
         room = min(self.limits.max_tokens - len(self.output), max_model_len + 1 - self.num_tokens)
+        end_ids = self.limits.end_ids
         for count, token in enumerate(tokens, start=1):
-            if self._ends_with(token) or count >= room:
+            if count >= room or token in end_ids:
                 return count
         return len(tokens)
 

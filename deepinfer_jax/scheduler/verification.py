@@ -95,8 +95,10 @@ class PaperPolicy:
 
 def budget_of(chunks: Seq[Chunk], policy: VerificationPolicy | None, *, step: int) -> int | None:
     """Drafts of a rank's chunks that have a row; None: all."""
+    if policy is None:
+        return None
     drafts = [chunk.num_drafts for chunk in chunks]
-    if policy is None or not any(drafts):
+    if not any(drafts):
         return None
     return policy.budget([chunk.sequence for chunk in chunks], drafts, step)
 

@@ -1,5 +1,6 @@
 """The front end: bad input loses nothing, and a result depends on its own request only."""
 
+import dataclasses
 import json
 import shutil
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import LLM, SamplingParams
-from deepinfer_jax.engine.outputs import CompletionOutput
+from deepinfer_jax.engine.outputs import CompletionOutput, RequestOutput
 from deepinfer_jax.testing import tiny
 
 EOS = 1
@@ -138,6 +139,7 @@ def test_order_and_fields_of_outputs(llm):
     assert [len(outputs) for outputs in results] == tokens
     first = int(results[0][0].request_id.removeprefix("generate-"))
     for index, (outputs, length) in enumerate(zip(results, (3, 30, 9, 70, 1, 2), strict=True)):
+        assert {frozenset(vars(o)) for o in outputs} == {frozenset(f.name for f in dataclasses.fields(RequestOutput))}
         assert {o.request_id for o in outputs} == {f"generate-{first + index}"}
         assert {o.prompt_len for o in outputs} == {length}
         assert [o.num_output_tokens for o in outputs] == list(range(1, len(outputs) + 1))

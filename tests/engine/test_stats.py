@@ -35,13 +35,13 @@ def run_one(stats, clock, request_id="a", reason="length"):
     stats.added(request_id, 5)
     stats.launched(**STEP | {"rows": 5, "padded_rows": 8, "is_prefill": True, "bucket": "prefill-8", "idle_s": 0.25})
     clock.wait(2.0)
-    stats.emitted(request_id, 1)
+    stats.emitted({request_id: 1})
     stats.launched(**STEP | {"copies": 2})
     clock.wait(0.75)
-    stats.emitted(request_id, 3)
+    stats.emitted({request_id: 3})
     stats.launched(**STEP)
     clock.wait(1.25)
-    stats.emitted(request_id, 1)
+    stats.emitted({request_id: 1})
     stats.ended(request_id, reason)
 
 
@@ -111,7 +111,7 @@ def test_interval_has_what_came_since_the_last_and_leaves_the_report_alone(stats
     clock.wait(16.0)
     stats.added("b", 3)
     clock.wait(1.0)
-    stats.emitted("b", 1)
+    stats.emitted({"b": 1})
     stats.launched(**STEP)
     stats.ended("b", "abort")
     second, whole = stats.interval(), stats.report({})
@@ -142,10 +142,10 @@ def test_interval_has_what_came_since_the_last_and_leaves_the_report_alone(stats
 def test_request_over_the_border_of_two_intervals_counts_in_both(stats, clock):
     stats.added("a", 1)
     clock.wait(1.0)
-    stats.emitted("a", 1)
+    stats.emitted({"a": 1})
     assert stats.interval()["work_s"] == 1.0
     clock.wait(0.5)
-    stats.emitted("a", 1)
+    stats.emitted({"a": 1})
     second = stats.interval()
     assert (second["work_s"], second["itl_p50_s"], second["ttft_p50_s"]) == (0.5, 0.5, None)
 
@@ -168,7 +168,7 @@ def test_latencies_are_those_of_each_request(stats, clock):
         stats.added(request_id, 1)
     for request_id, seconds in (("a", 1.0), ("b", 1.0), ("a", 4.0), ("b", 1.0)):
         clock.wait(seconds)
-        stats.emitted(request_id, 1)
+        stats.emitted({request_id: 1})
     report = stats.report({})
     assert (report["ttft_p50_s"], report["ttft_max_s"]) == (1.5, 2.0)
     assert (report["itl_p50_s"], report["itl_max_s"]) == (5.0, 5.0)
@@ -179,7 +179,7 @@ def test_percentiles_are_those_of_the_last_samples_and_mean_and_maximum_those_of
     for index, seconds in enumerate((32.0, 1.0, 2.0, 3.0, 4.0)):
         stats.added(str(index), 1)
         clock.wait(seconds)
-        stats.emitted(str(index), 1)
+        stats.emitted({str(index): 1})
         stats.ended(str(index), "stop")
         if index == 3:
             stats.interval()
@@ -193,10 +193,10 @@ def test_memory_is_bounded_by_unfinished_requests(stats, clock):
         request_id = str(index)
         stats.added(request_id, 1)
         if index % 4:  # the others end before their first token
-            stats.emitted(request_id, index)
+            stats.emitted({request_id: index})
         stats.ended(request_id, ("stop", "abort", "length", "prompt_length_exceeded")[index % 4])
     assert stats.num_live == 0
-    stats.emitted("late", 1)
+    stats.emitted({"late": 1})
     stats.ended("refused", "prompt_length_exceeded")
     assert stats.num_live == 0
     report = stats.report({})
@@ -216,9 +216,9 @@ def test_id_can_be_used_again_after_its_end_and_not_before(stats):
 def test_step_that_gave_a_request_nothing_changes_no_latency(stats, clock):
     stats.added("a", 1)
     clock.wait(1.0)
-    stats.emitted("a", 0)
+    stats.emitted({"a": 0})
     clock.wait(1.0)
-    stats.emitted("a", 1)
+    stats.emitted({"a": 1})
     assert (stats.report({})["ttft_max_s"], stats.report({})["output_tokens"]) == (2.0, 1)
 
 
