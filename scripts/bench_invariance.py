@@ -28,7 +28,7 @@ from deepinfer_jax.config.places import shipped_config
 from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.engine.setup import ROW_TILES
-from deepinfer_jax.engine.steps import COMPILER_OPTIONS, REPEATABLE_OPTIONS, pack_experts
+from deepinfer_jax.engine.steps import compiler_options, pack_experts
 from deepinfer_jax.kernels.registry import NVIDIA
 from deepinfer_jax.model.attention import attend, window_rows
 from deepinfer_jax.model.batch import StepBatch, derive_rows, make_batch
@@ -236,8 +236,7 @@ def _layer_with(config: RuntimeConfig, is_wanted: Callable[[Layer], bool]) -> La
 
 
 def _compiled(run: Callable[..., Any], config: RuntimeConfig, *arguments: Any) -> Callable[[], Any]:
-    options = REPEATABLE_OPTIONS if config.is_repeatable else COMPILER_OPTIONS
-    return functools.partial(jax.jit(run, compiler_options=options), *arguments)
+    return functools.partial(jax.jit(run, compiler_options=compiler_options(config)), *arguments)
 
 
 COMPONENTS: dict[str, Component] = {

@@ -18,6 +18,7 @@ from deepinfer_jax.engine.buckets import StepShape
 from deepinfer_jax.engine.drafting import Draws, Speculation
 from deepinfer_jax.engine.layout import Chunks, LogitRows, Newest
 from deepinfer_jax.kernels.experts.api import PackedMatrix, pack_matrix
+from deepinfer_jax.kernels.registry import NVIDIA
 from deepinfer_jax.model import state as caches
 from deepinfer_jax.model.backbone import Features, StepOutput, forward
 from deepinfer_jax.model.params import Params
@@ -32,16 +33,24 @@ from deepinfer_jax.pytree import pytree_dataclass
 from deepinfer_jax.sampling import logits as sampling
 from deepinfer_jax.sampling.logits import SampleSettings
 
-# A step rounds where the specification says, nowhere else and nowhere less. On a GPU, kernels of a recorded graph that
-# do not read each other's results run side by side, and loops are recorded as well (WHILE; the rest is XLA's own list):
-# the host waits for no condition of a step, so that the next one can be made ready meanwhile.
-COMPILER_OPTIONS = {
-    "xla_allow_excess_precision": False,
+# A step rounds where the specification says, nowhere else and nowhere less.
+COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
+# Kernels of a recorded graph that do not read each other's results run side by side, and loops are recorded as well
+# (WHILE; the rest is XLA's own list): the host waits for no condition of a step and makes the next one ready meanwhile.
+_GPU_OPTIONS = {
+    **COMPILER_OPTIONS,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
 }
 # Nor is anything chosen by timing it, which differs between processes, or added in the order of arrival.
-REPEATABLE_OPTIONS = {**COMPILER_OPTIONS, "xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
+_REPEATABLE_OPTIONS = {**_GPU_OPTIONS, "xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
+
+
+def compiler_options(config: RuntimeConfig) -> dict[str, Any]:
+    """What a step of this configuration asks of XLA's compiler."""
+    if config.target != NVIDIA:
+        return COMPILER_OPTIONS
+    return _REPEATABLE_OPTIONS if config.is_repeatable else _GPU_OPTIONS
 
 
 @contextlib.contextmanager
@@ -61,8 +70,8 @@ class StepFunction:
 
     def __init__(self, function: Callable[..., Any], **given: Any) -> None:
         functools.update_wrapper(self, function)
-        self._plain: Any = jax.jit(function, compiler_options=COMPILER_OPTIONS, **given)
-        self._repeatable: Any = jax.jit(function, compiler_options=REPEATABLE_OPTIONS, **given)
+        self._function, self._given = function, given
+        self._jitted: dict[tuple[tuple[str, Any], ...], Any] = {}  # for the options that there were so far
 
     def __call__(self, *args: Any, config: RuntimeConfig, **static: Any) -> Any:
         """The step."""
@@ -75,10 +84,14 @@ class StepFunction:
 
     def num_compiled(self) -> int:
         """Versions that this process has compiled so far."""
-        return self._plain._cache_size() + self._repeatable._cache_size()
+        return sum(jitted._cache_size() for jitted in self._jitted.values())
 
     def _for(self, config: RuntimeConfig) -> Any:
-        return self._repeatable if config.is_repeatable else self._plain
+        options = compiler_options(config)
+        key = tuple(options.items())
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(self._function, compiler_options=options, **self._given)
+        return self._jitted[key]
 
 
 def step_function(**given: Any) -> Callable[[Callable[..., Any]], StepFunction]:

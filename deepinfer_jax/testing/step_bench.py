@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.engine.steps import COMPILER_OPTIONS, pack_experts
+from deepinfer_jax.engine.steps import compiler_options, pack_experts
 from deepinfer_jax.model.backbone import forward
 from deepinfer_jax.model.batch import StepBatch
 from deepinfer_jax.model.kernel_weights import for_kernels
@@ -53,7 +53,7 @@ def compile_step(
 ) -> Any:
     """The step for these shapes; arguments may be shape structs. options: more of them for the compiler."""
     lowered = jitted_step(config).lower(params, state, case.batch(config), case.experts(config))
-    return lowered.compile(compiler_options={**COMPILER_OPTIONS, **(options or {})})
+    return lowered.compile(compiler_options={**compiler_options(config), **(options or {})})
 
 
 def jitted_step(config: RuntimeConfig) -> Any:
@@ -63,7 +63,7 @@ def jitted_step(config: RuntimeConfig) -> Any:
         output, state = forward(params, state, batch, config=config, forced_selection=experts)
         return output.logits, state
 
-    return jax.jit(step, donate_argnums=(1,), compiler_options=COMPILER_OPTIONS)
+    return jax.jit(step, donate_argnums=(1,), compiler_options=compiler_options(config))
 
 
 def device_bytes() -> int | None:

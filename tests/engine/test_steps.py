@@ -198,6 +198,18 @@ def test_every_write_says_that_its_places_differ(engine, shape):
         assert "unique_indices = false" not in text
 
 
+def test_only_a_gpu_is_asked_for_what_a_gpu_does(engine):
+    config = engine.pipeline._static["config"]
+    assert steps.compiler_options(config) == {"xla_allow_excess_precision": False}
+    fast, repeatable = (
+        steps.compiler_options(dataclasses.replace(config, target="nvidia", is_invariant=is_on))
+        for is_on in (False, True)
+    )
+    assert not fast["xla_allow_excess_precision"] and "WHILE" in fast["xla_gpu_enable_command_buffer"].split(",")
+    assert "xla_gpu_deterministic_ops" not in fast
+    assert repeatable == fast | {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+
+
 def test_copies_all_read_before_any_writes(engine, shape):
     _, _, before = run(engine, shape, carried(engine), two_chunks())
     window, pages = np.array(before.state.window.payload), np.array(before.state.main_kv[1].payload)
