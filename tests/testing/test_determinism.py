@@ -247,3 +247,20 @@ def test_a_run_lasts_until_all_watched_requests_have_ended(model):
     assert {name: len(result.token_ids) for name, result in found.results.items()} == {"short": 3, "long": 2 * SPARE}
     assert 2 * SPARE <= found.notes["steps"] < 40
     assert not engine.has_unfinished_requests()
+
+
+def test_a_run_ends_where_no_interrupted_request_goes_on(model):
+    counter = RowCounter()
+    engine = tiny.tiny_engine(model, hooks=counter)
+    texts = Texts(tokenizer=engine.tokenizer, image_token=0, num_tokens=2 * SPARE)
+    params = SamplingParams(max_tokens=2 * SPARE, ignore_eos=True)
+    arrivals = [Arrival(Request(name=name, prompt=(5, 6, 7), params=params)) for name in ("one", "other")]
+    found = run_requests(
+        engine, counter, texts, arrivals, interrupt=lambda engine, request_id, _: engine.abort_request(request_id)
+    )
+    assert {
+        name: texts.state_at // 2 <= len(result.token_ids) < 2 * SPARE for name, result in found.results.items()
+    } == {
+        "one": True,
+        "other": True,
+    }

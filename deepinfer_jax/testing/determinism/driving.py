@@ -197,6 +197,8 @@ def run_requests(
             watch.add(waiting.pop(0))
         if watch.is_over and not any(arrival.is_watched for arrival in waiting):
             break
+        if not waiting and not engine.has_unfinished_requests():
+            break  # of a watched request that was interrupted nothing may go on here
         watch.step()
     else:
         raise RuntimeError(f"{engine.get_num_unfinished_requests()} requests have not ended after {limit} steps")
