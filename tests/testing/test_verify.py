@@ -73,12 +73,13 @@ def test_a_value_that_a_fault_puts_over_a_boundary_is_not_turned(monkeypatch: py
 
 
 def _transposed_comb(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = hyper.expand
+    original = hyper.coefficients
 
-    def expand(out, streams, mix):
-        return original(out, streams, hyper.Mix(pre=mix.pre, post=mix.post, comb=jnp.swapaxes(mix.comb, 1, 2)))
+    def coefficients(*args, **given):
+        mix = original(*args, **given)
+        return hyper.Mix(pre=mix.pre, post=mix.post, comb=jnp.swapaxes(mix.comb, 1, 2))
 
-    monkeypatch.setattr(hyper, "expand", expand)
+    monkeypatch.setattr(hyper, "coefficients", coefficients)
 
 
 def _one_entry_less_visible(monkeypatch: pytest.MonkeyPatch) -> None:
