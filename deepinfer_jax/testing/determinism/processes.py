@@ -92,7 +92,7 @@ class Worker:
 def half_of_the_cores(is_wanted: bool) -> Iterator[tuple[int, ...]]:
     """Keeps this thread, and those that it starts, on half of its processors; gives the others, for a process beside.
 
-    Threads of two processes that want the same processors cost a fifth more. To be entered before JAX makes its
+    Threads of two processes that want the same processors cost a tenth more. To be entered before JAX makes its
     threads; without effect, and no processors given, where there is one only or the system cannot do it.
     """
     cores = sorted(os.sched_getaffinity(0)) if is_wanted and hasattr(os, "sched_setaffinity") else []
