@@ -4,8 +4,8 @@
 Decode is expert-parallel over dp: each device has 48 experts of a layer and 128 rows of its own, so that work grows
 with the devices (weak scaling). Prefill is context-parallel over cp: one chunk, cut (strong scaling). The same code
 runs on one device. Each line also has the time of the step's expert exchanges alone, and the first line what an
-all-to-all of large blocks reached in the same run. Exchange sends the rows of one layer to random devices and back in
-both forms that `parallel/exchange.py` has (on GPUs), and says whether what came back is right in every byte.
+all-to-all of large blocks reached in the same run. Exchange sends the rows of one layer to random devices and back, in
+one round and in as many as a smaller room needs, and says whether what came back is right in every byte.
 
     python scripts/bench_mesh.py [--mesh 1x1 2x1 1x2] [--kinds decode prefill exchange] [--layers 6] [--context 4096]
 """
@@ -37,14 +37,16 @@ from deepinfer_jax.model.kernel_weights import for_kernels
 from deepinfer_jax.model.leaves import unchecked
 from deepinfer_jax.model.shardings import STATE_SPECS, config_on_mesh, forward_on_mesh, spread
 from deepinfer_jax.model.state import init_state
-from deepinfer_jax.parallel.exchange import Peers, peers_along, send, send_back
+from deepinfer_jax.parallel.exchange import Peers, ask, peers_along, room_for_each
 from deepinfer_jax.parallel.mesh import CP, DP, make_mesh
+from deepinfer_jax.testing import step_bench
 from deepinfer_jax.testing.facts import run_facts
 from deepinfer_jax.testing.rank_model import rank_model, rank_params
 
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 LINK_BYTES = 256 << 20  # of each device, for the measurement of the links
 KINDS = ("decode", "prefill", "exchange")
+MOST_NAMES = 16  # kernels of a profile, the longest
 QUEUED = 5  # steps launched before the host waits
 _jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
@@ -76,6 +78,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=4096, help="tokens of each request")
     parser.add_argument("--kernels", default="auto", help="as DEEPINFER_JAX_KERNELS; default: auto")
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="also what a GPU did in a step")
     args = parser.parse_args()
     sizes = Sizes(
         experts_each=args.experts,
@@ -101,7 +104,7 @@ def main() -> int:
         for kind in args.kinds:
             # A mesh is compared with 1x1: along dp by decode steps, along cp by prefill.
             if (kind == "decode" and cp == 1) or (kind == "prefill" and dp == 1):
-                write({**measure_step(kind, model, mesh, sizes), **facts})
+                write({**measure_step(kind, model, mesh, sizes, is_profiled=args.profile), **facts})
     return 0
 
 
@@ -128,7 +131,7 @@ def measure_link(count: int, turns: int) -> dict[str, Any]:
     return {"devices": count, "sent_bytes_per_s": round(LINK_BYTES * (count - 1) / count / seconds)}
 
 
-def measure_step(kind: str, released: ModelConfig, mesh: Mesh, sizes: Sizes) -> dict[str, Any]:
+def measure_step(kind: str, released: ModelConfig, mesh: Mesh, sizes: Sizes, *, is_profiled: bool) -> dict[str, Any]:
     """One line: the time of a step, of its exchanges alone, and what it ran."""
     dp, cp = mesh.shape[DP], mesh.shape[CP]
     num_experts = sizes.experts_each * (dp if kind == "decode" else 1)
@@ -164,9 +167,28 @@ def measure_step(kind: str, released: ModelConfig, mesh: Mesh, sizes: Sizes) -> 
         "finite": is_finite,
         "compile_s": round(compile_s, 1),
     }
+    if is_profiled:
+        record |= profiled(run)
     if dp * cp > 1:
         record |= measure_exchange(config, mesh, rows // cp, model, sizes.turns)
     return record
+
+
+def profiled(run: Callable[[], Any]) -> dict[str, Any]:
+    """What a profile shows of the first GPU during one step; nothing elsewhere."""
+    traces, _ = step_bench.trace(run)
+    if not traces:
+        return {}
+    trace = traces[0]
+    longest = sorted(trace.by_name.items(), key=lambda item: -item[1][1])[:MOST_NAMES]
+    return {
+        "kernels_per_step": trace.kernels,
+        "busy_us": round(trace.busy_us, 1),
+        "idle": round(trace.idle, 4),
+        "collective_us": round(trace.collective_us, 1),
+        "collective_hidden_us": round(trace.hidden_us, 1),
+        "longest": [{"name": name[:60], "count": count, "us": round(us, 1)} for name, (count, us) in longest],
+    }
 
 
 def batch_of(kind: str, rows: int, context: int, model: ModelConfig, config: RuntimeConfig, mesh: Mesh) -> StepBatch:
@@ -210,11 +232,12 @@ def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, model: ModelC
 
     def body(codes: Any, scales: Any, outputs: Any) -> Any:
         pair = jnp.arange(pairs, dtype=jnp.int32)
+
+        def answer(arrived: Any, _is_item: Any) -> Any:
+            return jnp.zeros((arrived[0].shape[0], width), jnp.bfloat16) + arrived[1][:, :1].astype(jnp.bfloat16)
+
         for layer in range(layers):
-            destinations = (pair * 7919 + layer) % peers.count
-            arrived, _, way = send((codes, scales), destinations, peers)
-            answers = jnp.zeros((arrived[0].shape[0], width), jnp.bfloat16) + arrived[1][:, :1].astype(jnp.bfloat16)
-            outputs = send_back(answers, way)
+            outputs = ask((codes, scales), (pair * 7919 + layer) % peers.count, answer, peers)
             codes, scales, outputs = lax.optimization_barrier((codes, scales, outputs))
         return outputs
 
@@ -237,12 +260,12 @@ def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, model: ModelC
         "exchange_us": round(1e6 * seconds, 1),
         "exchange_sent_bytes": sent,
         "exchange_bytes_per_s": round(sent / seconds),
-        "is_ragged": peers.is_ragged,
+        "room": room_for_each(pairs, peers),
     }
 
 
 def compare_forms(mesh: Mesh, pairs: int, width: int, turns: int) -> list[dict[str, Any]]:
-    """One line for each form of the exchange: its time, and whether the answers are those of every item."""
+    """One line for each room of an exchange: its time, and whether the answers are those of every item."""
     axes, count = (DP, CP), mesh.size
     everywhere = P(axes)
     rng = np.random.default_rng(0)
@@ -251,12 +274,14 @@ def compare_forms(mesh: Mesh, pairs: int, width: int, turns: int) -> list[dict[s
     want = np.where((destinations >= 0)[:, None], codes ^ destinations[:, None].astype(np.uint8), 0)
     operands = jax.device_put((codes, destinations), NamedSharding(mesh, everywhere))
     records = []
-    for is_ragged in (False, True)[: 1 if jax.default_backend() == "cpu" else 2]:
-        peers = Peers(axes=axes, count=count, is_ragged=is_ragged)
+    peers = Peers(axes=axes, count=count)
+    for room in (pairs, -(-5 * pairs // (4 * count)), pairs // (2 * count)):
 
-        def body(codes: Any, destinations: Any, peers: Peers = peers) -> Any:
-            arrived, _, way = send(codes, destinations, peers)
-            return send_back(arrived ^ lax.axis_index(axes).astype(jnp.uint8), way)
+        def body(codes: Any, destinations: Any, room: int = room) -> Any:
+            def answer(arrived: Any, _is_item: Any) -> Any:
+                return arrived ^ lax.axis_index(axes).astype(jnp.uint8)
+
+            return ask(codes, destinations, answer, peers, room=room)
 
         run = _jit(jax.shard_map(body, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
         is_equal = bool((np.asarray(run(*operands)) == want).all())
@@ -265,7 +290,7 @@ def compare_forms(mesh: Mesh, pairs: int, width: int, turns: int) -> list[dict[s
             {
                 "op": "exchange",
                 "mesh": f"{mesh.shape[DP]}x{mesh.shape[CP]}",
-                "form": "ragged" if is_ragged else "padded",
+                "room": room,
                 "pairs": pairs,
                 "item_bytes": width,
                 "us": round(1e6 * seconds, 1),

@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.kernels.host_rows import api as host_rows
 from deepinfer_jax.ops import paged
 from deepinfer_jax.ops.quant import ScaledArray
-from deepinfer_jax.parallel.exchange import peers_along, send, send_back
+from deepinfer_jax.parallel.exchange import ask, peers_along
 
 
 def look_up(table: ScaledArray, wanted: Int[Array, "T N"], *, config: RuntimeConfig) -> ScaledArray:
@@ -23,9 +23,12 @@ def look_up(table: ScaledArray, wanted: Int[Array, "T N"], *, config: RuntimeCon
     if peers.count == 1:
         return _take_rows(table, wanted, config=config)
     num_local, flat = table.payload.shape[0], wanted.reshape(-1)
-    numbers, is_item, way = send(flat, jnp.where(flat >= 0, flat // num_local, -1), peers)
-    here = jnp.where(is_item, numbers - lax.axis_index(peers.axes).astype(jnp.int32) * num_local, -1)
-    found = send_back(_take_rows(table, here, config=config), way)
+
+    def rows_of(numbers: Int[Array, " R"], is_item: Bool[Array, " R"]) -> ScaledArray:
+        first = lax.axis_index(peers.axes).astype(jnp.int32) * num_local
+        return _take_rows(table, jnp.where(is_item, numbers - first, -1), config=config)
+
+    found = ask(flat, jnp.where(flat >= 0, flat // num_local, -1), rows_of, peers)
     return jax.tree.map(lambda a: a.reshape(*wanted.shape, *a.shape[1:]), found)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import glob
+import math
 import statistics
 import tempfile
 import time
@@ -26,17 +27,20 @@ from deepinfer_jax.testing.rank_model import StepLoad, rank_params
 
 # step(params, state, batch, experts) -> logits, state
 Step = Callable[[Params, State, StepBatch, Mapping[str, Any]], tuple[jax.Array, State]]
+COLLECTIVE = "nccl"  # what the names of NCCL's kernels begin with
 RUNS = 9  # steps behind one another in the longer measurement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What a profile of one step on a GPU shows."""
+    """What a profile of one GPU shows."""
 
     kernels: int
     idle: float  # share of the time between the first kernel's start and the last one's end
     busy_us: float
     by_name: dict[str, tuple[int, float]]  # kernels and microseconds of each name
+    collective_us: float  # of busy_us, while a collective ran
+    hidden_us: float  # of collective_us, while another kernel ran too
 
 
 def make_params(config: RuntimeConfig, *, num_experts: int, seed: int = 0) -> Params:
@@ -102,38 +106,60 @@ def trace_step(
     step: Step, params: Params, state: State, batch: StepBatch, experts: Mapping[str, Any]
 ) -> tuple[Trace | None, State]:
     """What a profile of one step shows, None where it holds no kernels of a GPU; and the state behind it."""
+    traces, (_, state) = trace(lambda: step(params, state, batch, experts))
+    return (traces[0] if traces else None), state
+
+
+def trace[R](run: Callable[[], R]) -> tuple[list[Trace], R]:
+    """What a profile of `run()` shows of each GPU that ran something, and what it gave."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            logits, state = step(params, state, batch, experts)
-            jax.block_until_ready((logits, state))
+            found = jax.block_until_ready(run())
         files = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(file).planes]
         kernels = [
-            (event.name, event.start_ns, event.duration_ns)
+            [
+                (event.name, event.start_ns, event.duration_ns)
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            ]
             for plane in planes
             if plane.name.startswith("/device:GPU")
-            for line in plane.lines
-            if line.name.startswith("Stream")
-            for event in line.events
         ]
-    return read_kernels(kernels), state
+    return [read_kernels(of_device) for of_device in kernels if of_device], found
 
 
-def read_kernels(kernels: Iterable[tuple[str, float, float]]) -> Trace | None:
-    """The figures of kernels given as name, start and duration in nanoseconds; None for none at all."""
-    ordered = sorted(kernels, key=lambda kernel: kernel[1])
-    if not ordered:
-        return None
+def read_kernels(kernels: Sequence[tuple[str, float, float]]) -> Trace:
+    """The figures of kernels given as name, start and duration in nanoseconds, at least one."""
+    spans = [(start, start + duration) for _, start, duration in kernels]
+    others = [span for span, kernel in zip(spans, kernels, strict=True) if not kernel[0].startswith(COLLECTIVE)]
     by_name: dict[str, tuple[int, float]] = {}
-    busy, end = 0.0, ordered[0][1]
-    for name, start, duration in ordered:
+    for name, _, duration in kernels:
         count, time_us = by_name.get(name, (0, 0.0))
         by_name[name] = (count + 1, time_us + duration / 1e3)
-        busy += max(0.0, start + duration - max(start, end))
-        end = max(end, start + duration)
-    whole = end - ordered[0][1]
-    idle = 1 - busy / whole if whole else 0.0
-    return Trace(kernels=len(ordered), idle=idle, busy_us=busy / 1e3, by_name=by_name)
+    busy, collective = (
+        _covered(spans),
+        _covered([span for span, kernel in zip(spans, kernels, strict=True) if kernel[0].startswith(COLLECTIVE)]),
+    )
+    whole = max(end for _, end in spans) - min(start for start, _ in spans)
+    return Trace(
+        kernels=len(kernels),
+        idle=1 - busy / whole if whole else 0.0,
+        busy_us=busy / 1e3,
+        by_name=by_name,
+        collective_us=collective / 1e3,
+        hidden_us=(collective + _covered(others) - busy) / 1e3,
+    )
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Time within at least one of the spans."""
+    covered, end = 0.0, -math.inf
+    for start, stop in sorted(spans):
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered
 
 
 def counted_kernels(compiled: Any) -> int:

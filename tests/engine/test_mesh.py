@@ -8,6 +8,7 @@ import pytest
 
 from deepinfer_jax.engine import mesh_steps
 from deepinfer_jax.engine.engine import LLMEngine
+from deepinfer_jax.parallel import exchange
 from deepinfer_jax.scheduler import placement
 from deepinfer_jax.scheduler.plan import RankPlan
 from deepinfer_jax.testing import hlo, tiny
@@ -78,6 +79,17 @@ def test_a_mesh_gives_what_one_device_gives_while_experts_move(agreeing_model):
     assert first.imbalance_after < first.imbalance_before
     check_weights(engine, engine_on(agreeing_model, (1, 1), num_draft_tokens=0))
     assert engine.stats()["recompilations"] == 0
+
+
+@pytest.mark.slow
+def test_pairs_that_travel_in_several_rounds_change_nothing(agreeing_model, monkeypatch):
+    def room_of_one(num_items: int, peers: exchange.Peers, least: int = 1) -> int:
+        return 1
+
+    wanted = run(engine_on(agreeing_model, (1, 1), num_draft_tokens=0))
+    monkeypatch.setattr(exchange, "room_for_each", room_of_one)
+    engine = engine_on(agreeing_model, (4, 1), num_draft_tokens=0)  # a mesh that no other test compiles this step for
+    assert run(engine) == wanted
 
 
 def check_weights(engine: LLMEngine, still: LLMEngine) -> None:

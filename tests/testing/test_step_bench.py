@@ -126,10 +126,16 @@ def test_the_floor_is_what_takes_longer():
 
 def test_a_profile_is_read_as_kernels_time_and_gaps():
     trace = step_bench.read_kernels([("b", 300.0, 100.0), ("a", 0.0, 200.0), ("a", 100.0, 100.0)])
-    assert trace is not None
     assert (trace.kernels, trace.busy_us, trace.idle) == (3, 0.3, 0.25)
     assert trace.by_name == {"a": (2, pytest.approx(0.3)), "b": (1, 0.1)}
-    assert step_bench.read_kernels([]) is None
+    assert (trace.collective_us, trace.hidden_us) == (0.0, 0.0)
+
+
+def test_a_profile_tells_what_of_the_collectives_is_hidden():
+    kernels = [("a", 0.0, 500.0), ("ncclDevKernel_SendRecv", 400.0, 300.0), ("b", 600.0, 50.0), ("c", 900.0, 100.0)]
+    trace = step_bench.read_kernels(kernels)
+    assert (trace.busy_us, trace.collective_us) == (0.8, 0.3)
+    assert trace.hidden_us == pytest.approx(0.15)
 
 
 def test_steps_are_timed_by_the_difference_of_many_and_one(monkeypatch):
