@@ -5,9 +5,10 @@ Decode is expert-parallel over dp: each device has 48 experts of a layer and 128
 with the devices (weak scaling). Prefill is context-parallel over cp: one chunk, cut (strong scaling). The same code
 runs on one device. Each line also has the time of the step's expert exchanges alone, and the first line what an
 all-to-all of large blocks reached in the same run. Exchange sends the rows of one layer to random devices and back, in
-one round and in as many as a smaller room needs, and says whether what came back is right in every byte.
+one round and in as many as a smaller room needs, and says whether what came back is right in every byte. Moves adds to
+decode steps what it takes to give every expert of a layer to another device, alone and behind each step.
 
-    python scripts/bench_mesh.py [--mesh 1x1 2x1 1x2] [--kinds decode prefill exchange] [--layers 6] [--context 4096]
+    python scripts/bench_mesh.py [--mesh 1x1 2x1 1x2] [--kinds decode prefill exchange moves] [--layers 6]
 """
 
 import argparse
@@ -31,7 +32,8 @@ from deepinfer_jax.config.model import ModelConfig
 from deepinfer_jax.config.places import shipped_config
 from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
-from deepinfer_jax.engine.steps import pack_experts
+from deepinfer_jax.engine.mesh_steps import MeshSteps
+from deepinfer_jax.engine.steps import compiler_options, pack_experts
 from deepinfer_jax.model.batch import StepBatch
 from deepinfer_jax.model.kernel_weights import for_kernels
 from deepinfer_jax.model.leaves import unchecked
@@ -45,7 +47,7 @@ from deepinfer_jax.testing.rank_model import rank_model, rank_params
 
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 LINK_BYTES = 256 << 20  # of each device, for the measurement of the links
-KINDS = ("decode", "prefill", "exchange")
+KINDS = ("decode", "prefill", "exchange", "moves")
 MOST_NAMES = 16  # kernels of a profile, the longest
 QUEUED = 5  # steps launched before the host waits
 _jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
@@ -104,7 +106,12 @@ def main() -> int:
         for kind in args.kinds:
             # A mesh is compared with 1x1: along dp by decode steps, along cp by prefill.
             if (kind == "decode" and cp == 1) or (kind == "prefill" and dp == 1):
-                write({**measure_step(kind, model, mesh, sizes, is_profiled=args.profile), **facts})
+                write(
+                    {
+                        **measure_step(kind, model, mesh, sizes, is_profiled=args.profile, moves="moves" in args.kinds),
+                        **facts,
+                    }
+                )
     return 0
 
 
@@ -131,8 +138,10 @@ def measure_link(count: int, turns: int) -> dict[str, Any]:
     return {"devices": count, "sent_bytes_per_s": round(LINK_BYTES * (count - 1) / count / seconds)}
 
 
-def measure_step(kind: str, released: ModelConfig, mesh: Mesh, sizes: Sizes, *, is_profiled: bool) -> dict[str, Any]:
-    """One line: the time of a step, of its exchanges alone, and what it ran."""
+def measure_step(
+    kind: str, released: ModelConfig, mesh: Mesh, sizes: Sizes, *, is_profiled: bool, moves: bool
+) -> dict[str, Any]:
+    """One line: the time of a step, of its exchanges alone, of moved experts, and what it ran."""
     dp, cp = mesh.shape[DP], mesh.shape[CP]
     num_experts = sizes.experts_each * (dp if kind == "decode" else 1)
     model = dataclasses.replace(rank_model(released, num_layers=sizes.num_layers), n_routed_experts=num_experts)
@@ -143,14 +152,19 @@ def measure_step(kind: str, released: ModelConfig, mesh: Mesh, sizes: Sizes, *, 
     batch = batch_of(kind, rows, sizes.context, model, config, mesh)
     slots, pages = (batch.page_table.shape[1], batch.page_table.shape[1] * batch.page_table.shape[2])
     state = blank_state(config, mesh, num_slots=slots * dp, num_pages=pages * dp)
-    step = _jit(functools.partial(forward_on_mesh, mesh=mesh, config=config), donate_argnums=(1,))
+    step = jax.jit(
+        functools.partial(forward_on_mesh, mesh=mesh, config=config),
+        donate_argnums=(1,),
+        compiler_options=compiler_options(config),
+    )
     start = time.perf_counter()
     compiled = step.lower(params, state, batch).compile()
     compile_s = time.perf_counter() - start
-    carried = [state]
+    held = {"params": params, "state": state}
+    del params, state
 
     def run() -> Any:
-        logits, carried[0] = compiled(params, carried[0], batch)
+        logits, held["state"] = compiled(held["params"], held["state"], batch)
         return logits
 
     is_finite = bool(jnp.isfinite(run()).all())
@@ -169,9 +183,39 @@ def measure_step(kind: str, released: ModelConfig, mesh: Mesh, sizes: Sizes, *, 
     }
     if is_profiled:
         record |= profiled(run)
+    if moves and dp > 1:
+        record |= measure_moves(held, config, mesh, run, sizes.turns)
     if dp * cp > 1:
         record |= measure_exchange(config, mesh, rows // cp, model, sizes.turns)
     return record
+
+
+def measure_moves(
+    held: dict[str, Any], config: RuntimeConfig, mesh: Mesh, run: Callable[[], Any], turns: int
+) -> dict[str, Any]:
+    """The time in which all experts of one layer change their device, alone and behind steps, one move for each.
+
+    held: "params", which `run` reads, and in whose place moved ones are put.
+    """
+    steps, payload = MeshSteps(mesh), held["params"].moe.experts.w1.payload
+    num_layers, num_places = payload.shape[:2]
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(held["params"].moe.experts)) // num_layers // mesh.size
+    sources = jnp.roll(jnp.arange(num_places, dtype=jnp.int32), num_places // mesh.size)
+
+    def move() -> Any:
+        held["params"] = steps.move_experts(held["params"], num_layers - 1, sources, config=config)
+        return held["params"].moe.experts.w1.payload
+
+    def step_and_move() -> Any:
+        return run(), move()
+
+    both_s, move_s = median_s(step_and_move, turns), median_s(move, turns)
+    return {
+        "step_and_move_us": round(1e6 * both_s, 1),
+        "move_us": round(1e6 * move_s, 1),
+        "move_sent_bytes": own,
+        "move_bytes_per_s": round(own / move_s),
+    }
 
 
 def profiled(run: Callable[[], Any]) -> dict[str, Any]:
