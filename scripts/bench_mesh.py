@@ -278,10 +278,12 @@ def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, model: ModelC
         pair = jnp.arange(pairs, dtype=jnp.int32)
 
         def answer(arrived: Any, _is_item: Any) -> Any:
-            return jnp.zeros((arrived[0].shape[0], width), jnp.bfloat16) + arrived[1][:, :1].astype(jnp.bfloat16)
+            (_, weights), _ = arrived
+            return jnp.zeros((weights.shape[0], width), jnp.bfloat16) + weights[:, None].astype(jnp.bfloat16)
 
         for layer in range(layers):
-            outputs = ask((codes, scales), (pair * 7919 + layer) % peers.count, answer, peers)
+            items = (pair, outputs[:, 0].astype(jnp.float32))
+            outputs = ask(items, (pair * 7919 + layer) % peers.count, answer, peers, rows=(codes, scales))
             codes, scales, outputs = lax.optimization_barrier((codes, scales, outputs))
         return outputs
 
@@ -290,15 +292,15 @@ def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, model: ModelC
     count = mesh.size
     make = _jit(
         lambda: (
-            jnp.zeros((count * pairs, width), jnp.uint8),
-            jnp.ones((count * pairs, width // 32), jnp.uint8),
+            jnp.zeros((count * rows, width), jnp.uint8),
+            jnp.ones((count * rows, width // 32), jnp.uint8),
             jnp.zeros((count * pairs, width), jnp.bfloat16),
         ),
         out_shardings=NamedSharding(mesh, everywhere),
     )
     operands = make()
     seconds = median_s(lambda: run(*operands), turns)
-    each = width + width // 32 + 1 + 2 * width + 1
+    each = width + width // 32 + 12 + 2 * width
     sent = round(layers * pairs * each * (count - 1) / count)
     return {
         "exchange_us": round(1e6 * seconds, 1),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.parallel.mesh import CP
-from deepinfer_jax.parallel.wire import from_bytes, to_bytes
+from deepinfer_jax.parallel.wire import from_words, to_words
 
 
 def is_split(config: RuntimeConfig) -> bool:
@@ -45,7 +45,7 @@ def all_rows(tree: Any, *, config: RuntimeConfig) -> Any:
     """
     if not is_split(config) or not jax.tree.leaves(tree):
         return tree
-    return from_bytes(_gather(to_bytes(tree), config.row_tile), tree)
+    return from_words(_gather(to_words(tree), config.row_tile), tree)
 
 
 def rows_before(array: Array, index: Int[Array, " T"], *, config: RuntimeConfig) -> Array:
@@ -74,8 +74,8 @@ def take_rows(tree: Any, index: Int[Array, " N"], *, config: RuntimeConfig) -> A
     if not is_split(config):
         return jax.tree.map(lambda array: local(array, index), tree)
     owner, place = place_of_rows(index, cp=config.cp, tile=config.row_tile)
-    found = lax.all_gather(to_bytes(jax.tree.map(lambda array: local(array, place), tree)), CP)
-    return from_bytes(jnp.take_along_axis(found, owner[None, :, None], axis=0)[0], tree)
+    found = lax.all_gather(to_words(jax.tree.map(lambda array: local(array, place), tree)), CP)
+    return from_words(jnp.take_along_axis(found, owner[None, :, None], axis=0)[0], tree)
 
 
 def place_of_rows(index: Any, *, cp: int, tile: int) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from deepinfer_jax.config.runtime import RuntimeConfig
 from deepinfer_jax.ops.scatter import put_where
-from deepinfer_jax.parallel.wire import from_bytes, to_bytes
+from deepinfer_jax.parallel.wire import from_words, to_words
 
 HEADROOM = 2  # times a peer's share of the items if all peers were asked alike: the room of one round
 LEAST_ROOM = 64  # items, if they are rows: fewer rounds count more than a small buffer
@@ -45,18 +45,28 @@ def room_for_each(num_items: int, peers: Peers, least: int = LEAST_ROOM) -> int:
     return min(num_items, max(least, HEADROOM * share))
 
 
-def ask(items: Any, destinations: Int[Array, " M"], answer: Answer, peers: Peers, *, room: int | None = None) -> Any:
+def ask(
+    items: Any,
+    destinations: Int[Array, " M"],
+    answer: Answer,
+    peers: Peers,
+    *,
+    rows: Any = (),
+    room: int | None = None,
+) -> Any:
     """The answers to M items from the peers they are sent to; zeros for an item that goes nowhere.
 
-    items: arrays with M leading rows. destinations: numbers of peers, -1 for an item that goes nowhere. room:
-    items for each peer in a round, at least 1; None: `room_for_each`. Bytes on the wire for each round and peer: so
-    many items of their own bytes and one, and as many answers. Rounds are as many as the fullest way from one peer to
-    another needs, which one collective of 4 bytes finds out where one round may not do.
+    items: arrays with M leading rows. destinations: numbers of peers, -1 for an item that goes nowhere. rows: arrays
+    with T leading rows, each of which is part of M / T items that follow each other; `answer` gets a pair of items and
+    their rows where there are some. room: items for each peer in a round, at least 1; None: `room_for_each`. Bytes on
+    the wire for each round and peer: so many items and rows in words of 4 bytes, with one word more, and as many
+    answers. Rounds are as many as the fullest way from one peer to another needs, which one collective of 4 bytes
+    finds out where one round may not do.
     """
     num_items = destinations.shape[0]
     room = room_for_each(num_items, peers) if room is None else min(room, num_items)
-    marked = (items, jnp.ones(destinations.shape, jnp.uint8))
-    rows = to_bytes(marked)
+    marked = (items, jnp.ones(destinations.shape, jnp.uint32))
+    own, shared = to_words(marked), [to_words(rows)] if jax.tree.leaves(rows) else []
     nth, most = _nth_of_their_peer(destinations, peers.count)
 
     def ask_from(first: Int[Array, ""] | int) -> tuple[Any, Bool[Array, " M"]]:
@@ -65,11 +75,16 @@ def ask(items: Any, destinations: Int[Array, " M"], answer: Answer, peers: Peers
         place = jnp.maximum(destinations, 0) * room + jnp.clip(nth - first, 0, room - 1)
         blank = jnp.full(peers.count * room, -1, jnp.int32)
         item = put_where(blank, (place,), jnp.arange(num_items, dtype=jnp.int32), is_asked)
-        sent = jnp.where((item >= 0)[:, None], rows[jnp.maximum(item, 0)], jnp.zeros((), jnp.uint8))
-        arrived, marks = from_bytes(_exchange(sent, peers), marked)
-        answers = answer(arrived, marks != 0)
-        found = _exchange(to_bytes(answers), peers)[place]
-        return from_bytes(jnp.where(is_asked[:, None], found, jnp.zeros((), jnp.uint8)), answers), is_asked
+        at = jnp.maximum(item, 0)
+        words = jnp.concatenate([own[at], *(part[at // (num_items // part.shape[0])] for part in shared)], axis=1)
+        arrived = _exchange(jnp.where((item >= 0)[:, None], words, jnp.uint32(0)), peers)
+        its_items, marks = from_words(arrived[:, : own.shape[1]], marked)
+        its_rows = from_words(arrived[:, own.shape[1] :], rows)
+        answers = answer((its_items, its_rows) if shared else its_items, marks != 0)
+        leaves, tree = jax.tree.flatten(answers)
+        found = _exchange(leaves[0] if len(leaves) == 1 else to_words(answers), peers)[place]  # one travels as it is
+        found = jnp.where(_like(is_asked, found), found, jnp.zeros((), found.dtype))
+        return (tree.unflatten([found]) if len(leaves) == 1 else from_words(found, answers)), is_asked
 
     if room == num_items:
         return ask_from(0)[0]
@@ -78,10 +93,7 @@ def ask(items: Any, destinations: Int[Array, " M"], answer: Answer, peers: Peers
         first, found = carry
         answers, is_asked = ask_from(first)
 
-        def put(old: Array, new: Array) -> Array:
-            return jnp.where(is_asked.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-        return first + room, jax.tree.map(put, found, answers)
+        return first + room, jax.tree.map(lambda old, new: jnp.where(_like(is_asked, new), new, old), found, answers)
 
     end = lax.pmax(most, peers.axes)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(lambda: ask_from(0)[0]))
@@ -90,6 +102,11 @@ def ask(items: Any, destinations: Int[Array, " M"], answer: Answer, peers: Peers
 
 def _exchange(by_peer: Array, peers: Peers) -> Array:
     return lax.all_to_all(by_peer, peers.axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _like(is_row: Bool[Array, " M"], array: Array) -> Bool[Array, "M ..."]:
+    """With as many axes as an array of M leading rows."""
+    return is_row.reshape(-1, *[1] * (array.ndim - 1))
 
 
 def _nth_of_their_peer(destinations: Int[Array, " M"], count: int) -> tuple[Int[Array, " M"], Int[Array, ""]]:

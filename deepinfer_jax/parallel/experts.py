@@ -42,7 +42,7 @@ def on_owners(
     places of each expert among all devices' experts, a list of K filled up by repetition; None: expert e has place e
     alone. Rows that are not live go nowhere and give zeros. Rows that all devices of a dp rank have are asked for
     once: each device takes a part of them, and the outputs are gathered over cp. Bytes on the wire for each pair: one
-    row and 9 bytes there, D activations back, and as much again for the padding of a round (`exchange`).
+    row and 12 bytes there, D activations back, and as much again for the padding of a round (`exchange`).
     """
     asked = (rows, expert_ids, weights, is_live)
     is_shared = config.cp > 1 and CP in config.expert_axes and not is_split(config)
@@ -53,13 +53,13 @@ def on_owners(
     pair = jnp.arange(count * per_row, dtype=jnp.int32)
     place = _places(part_ids.reshape(-1), pair, replicas, config.expert_axes)
     destinations = jnp.where(part_live[pair // per_row], place // num_local, -1)
-    sent = (jax.tree.map(lambda x: x[pair // per_row], rows), place % num_local, part_weights.reshape(-1))
+    sent = (place % num_local, part_weights.reshape(-1))
 
     def computed(arrived: Any, is_item: Bool[Array, " R"]) -> Float[Array, "R D"]:
-        own, local, own_weights = arrived
+        (local, own_weights), own = arrived
         return compute(own, local, own_weights, is_item)
 
-    outputs = ask(sent, destinations, computed, peers_along(config.expert_axes, config))
+    outputs = ask(sent, destinations, computed, peers_along(config.expert_axes, config), rows=rows)
     outputs = outputs.reshape(count, per_row, outputs.shape[-1])
     if is_shared:
         outputs = lax.all_gather(outputs, CP, tiled=True)[: expert_ids.shape[0]]

@@ -50,6 +50,26 @@ def test_answers_come_back(on_devices, room, dp, cp, axes, kind):
         assert len(arrived) == devices * -(-COUNT // room)  # rounds
 
 
+@pytest.mark.parametrize("room", [None, 2])
+def test_items_that_share_rows_bring_them(on_devices, room):
+    rng = np.random.default_rng(2)
+    peers = Peers(axes=(DP,), count=2)
+    rows = rng.integers(0, 256, (2, 5, 7), dtype=np.uint8)  # no whole words
+    numbers = rng.integers(-9, 9, (2, 15)).astype(np.int32)
+    destinations = rng.integers(-1, 2, (2, 15)).astype(np.int32)
+
+    def body(rows, numbers, destinations):
+        def answer(arrived, is_item):
+            number, (row,) = arrived
+            return jnp.sum(row, axis=1, dtype=jnp.int32) + number
+
+        return ask(numbers, destinations, answer, peers, rows=(rows,), room=room)
+
+    found = on_devices(body, 2, 1, rows, numbers, destinations)
+    want = np.repeat(rows.sum(axis=2, dtype=np.int32), 3, axis=1) + numbers
+    np.testing.assert_array_equal(found, np.where(destinations >= 0, want, 0))
+
+
 @pytest.mark.parametrize(
     "num_items, count, room", [(768, 2, 768), (768, 8, 192), (768, 64, 64), (40, 8, 40), (0, 4, 0), (98304, 4, 49152)]
 )
