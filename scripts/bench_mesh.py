@@ -64,6 +64,7 @@ class Sizes:
     num_layers: int
     kernels: str  # see RuntimeConfig
     turns: int
+    options: dict[str, str]  # of the compiler, in front of those of the engine's steps
 
 
 def main() -> int:
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=4096, help="tokens of each request")
     parser.add_argument("--kernels", default="auto", help="as DEEPINFER_JAX_KERNELS; default: auto")
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="more options of XLA's compiler")
     parser.add_argument("--profile", action="store_true", help="also what a GPU did in a step")
     args = parser.parse_args()
     sizes = Sizes(
@@ -90,10 +92,11 @@ def main() -> int:
         num_layers=args.layers,
         kernels=args.kernels,
         turns=args.turns,
+        options=dict(text.split("=", 1) for text in args.option),
     )
     if args.chunk > args.context:
         parser.error(f"--chunk {args.chunk} is more than --context {args.context}")
-    model, facts = load_config(args.model), run_facts()
+    model, facts = load_config(args.model), run_facts() | ({"options": sizes.options} if sizes.options else {})
     meshes = [tuple(map(int, text.split("x"))) for text in args.mesh or ("1x1", f"{count}x1", f"1x{count}")]
     write({"op": "link", **measure_link(count, sizes.turns), **facts})
     for dp, cp in dict.fromkeys(meshes):
@@ -101,7 +104,7 @@ def main() -> int:
             parser.error(f"a mesh of {dp}x{cp} needs {dp * cp} devices; {count} are here")
         mesh = make_mesh(dp, cp, devices=jax.devices()[: dp * cp])
         if "exchange" in args.kinds and dp * cp > 1:
-            for record in compare_forms(mesh, args.rows * model.num_experts_per_tok, model.hidden_size, args.turns):
+            for record in compare_forms(mesh, args.rows * model.num_experts_per_tok, model, sizes):
                 write({**record, **facts})
         for kind in args.kinds:
             # A mesh is compared with 1x1: along dp by decode steps, along cp by prefill.
@@ -145,8 +148,9 @@ def measure_step(
     dp, cp = mesh.shape[DP], mesh.shape[CP]
     num_experts = sizes.experts_each * (dp if kind == "decode" else 1)
     model = dataclasses.replace(rank_model(released, num_layers=sizes.num_layers), n_routed_experts=num_experts)
-    target = "cpu" if jax.default_backend() == "cpu" else "nvidia"
-    config = config_on_mesh(RuntimeConfig(model=model, is_invariant=False, target=target, kernels=sizes.kernels), mesh)
+    config = config_on_mesh(
+        RuntimeConfig(model=model, is_invariant=False, target=target(), kernels=sizes.kernels), mesh
+    )
     params = for_kernels(rank_params(model, num_experts=num_experts, mesh=mesh), config=config, pack=pack_experts)
     rows = sizes.decode_rows if kind == "decode" else sizes.prefill_rows
     batch = batch_of(kind, rows, sizes.context, model, config, mesh)
@@ -155,7 +159,7 @@ def measure_step(
     step = jax.jit(
         functools.partial(forward_on_mesh, mesh=mesh, config=config),
         donate_argnums=(1,),
-        compiler_options=compiler_options(config),
+        compiler_options={**compiler_options(config), **sizes.options},
     )
     start = time.perf_counter()
     compiled = step.lower(params, state, batch).compile()
@@ -186,7 +190,7 @@ def measure_step(
     if moves and dp > 1:
         record |= measure_moves(held, config, mesh, run, sizes.turns)
     if dp * cp > 1:
-        record |= measure_exchange(config, mesh, rows // cp, model, sizes.turns)
+        record |= measure_exchange(config, mesh, rows // cp, sizes)
     return record
 
 
@@ -268,9 +272,9 @@ def blank_state(config: RuntimeConfig, mesh: Mesh, *, num_slots: int, num_pages:
     return jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))()
 
 
-def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, model: ModelConfig, turns: int) -> dict[str, Any]:
+def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, sizes: Sizes) -> dict[str, Any]:
     """The time of sending every (row, choice) pair to an expert's device and an output back, once for each layer."""
-    peers = peers_along(config.expert_axes, config)
+    peers, model = peers_along(config.expert_axes, config), config.model
     width, pairs = model.hidden_size, rows * model.num_experts_per_tok
     layers = model.num_hidden_layers
 
@@ -288,7 +292,8 @@ def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, model: ModelC
         return outputs
 
     everywhere = P((DP, CP))
-    run = _jit(jax.shard_map(body, mesh=mesh, in_specs=(everywhere,) * 3, out_specs=everywhere, check_vma=False))
+    exchange = jax.shard_map(body, mesh=mesh, in_specs=(everywhere,) * 3, out_specs=everywhere, check_vma=False)
+    run = jax.jit(exchange, compiler_options={**compiler_options(config), **sizes.options})
     count = mesh.size
     make = _jit(
         lambda: (
@@ -299,7 +304,7 @@ def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, model: ModelC
         out_shardings=NamedSharding(mesh, everywhere),
     )
     operands = make()
-    seconds = median_s(lambda: run(*operands), turns)
+    seconds = median_s(lambda: run(*operands), sizes.turns)
     each = width + width // 32 + 12 + 2 * width
     sent = round(layers * pairs * each * (count - 1) / count)
     return {
@@ -310,9 +315,10 @@ def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, model: ModelC
     }
 
 
-def compare_forms(mesh: Mesh, pairs: int, width: int, turns: int) -> list[dict[str, Any]]:
+def compare_forms(mesh: Mesh, pairs: int, model: ModelConfig, sizes: Sizes) -> list[dict[str, Any]]:
     """One line for each room of an exchange: its time, and whether the answers are those of every item."""
-    axes, count = (DP, CP), mesh.size
+    axes, count, width = (DP, CP), mesh.size, model.hidden_size
+    options = {**compiler_options(RuntimeConfig(model=model, target=target())), **sizes.options}
     everywhere = P(axes)
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 256, (count * pairs, width), dtype=np.uint8)
@@ -329,9 +335,10 @@ def compare_forms(mesh: Mesh, pairs: int, width: int, turns: int) -> list[dict[s
 
             return ask(codes, destinations, answer, peers, room=room)
 
-        run = _jit(jax.shard_map(body, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
+        exchange = jax.shard_map(body, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+        run = jax.jit(exchange, compiler_options=options)
         is_equal = bool((np.asarray(run(*operands)) == want).all())
-        seconds = median_s(lambda run=run: run(*operands), turns)
+        seconds = median_s(lambda run=run: run(*operands), sizes.turns)
         records.append(
             {
                 "op": "exchange",
@@ -344,6 +351,11 @@ def compare_forms(mesh: Mesh, pairs: int, width: int, turns: int) -> list[dict[s
             }
         )
     return records
+
+
+def target() -> str:
+    """What the devices are, as `RuntimeConfig` has it."""
+    return "cpu" if jax.default_backend() == "cpu" else "nvidia"
 
 
 def median_s(run: Callable[[], Any], turns: int) -> float:
