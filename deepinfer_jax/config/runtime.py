@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import ml_dtypes
 import numpy as np
@@ -129,6 +129,15 @@ class RuntimeConfig:
         return not self.is_invariant
 
     @property
+    def tiles(self) -> dict[str, Any]:
+        """How `ops.invariant.map_rows` cuts the rows of a step."""
+        return {
+            "tile": self.product_tile,
+            "has_fixed_trips": self.has_fixed_trips,
+            "loops_one": self.target != "nvidia",
+        }
+
+    @property
     def is_repeatable(self) -> bool:
         """Whether the compiler may choose nothing by timing it, as it does for GPUs: two processes might differ."""
         return self.is_invariant and self.target == "nvidia"
@@ -137,10 +146,9 @@ class RuntimeConfig:
     def loops_layers(self) -> bool:
         """Whether all layers share one compiled body. A CPU compiles far less; a GPU waits at each branch.
 
-        In batch-invariant mode a GPU waits at every loop over tiles already. A step for an Ascend device is a program
-        of the CPU that calls the device for single operators.
+        A step for an Ascend device is a program of the CPU that calls the device for single operators.
         """
-        return self.target in ("cpu", "ascend") or self.is_invariant
+        return self.target in ("cpu", "ascend")
 
     @property
     def activation_dtype(self) -> np.dtype:

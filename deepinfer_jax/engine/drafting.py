@@ -183,9 +183,8 @@ def propose(
             on_tile,
             logits,
             dataclasses.replace(rows, seed_lo=noise[0], seed_hi=noise[1]),
-            tile=config.product_tile,
             num_live=num_leading(is_proposing),
-            has_fixed_trips=config.has_fixed_trips,
+            **config.tiles,
         )
 
     def make_drafts() -> DraftOutput:

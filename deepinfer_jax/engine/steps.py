@@ -351,9 +351,8 @@ def _sample(
         layout.sample_rows(chunks, rows),
         words,
         edits,
-        tile=config.product_tile,
         num_live=num_leading(rows.rows >= 0),
-        has_fixed_trips=config.has_fixed_trips,
+        **config.tiles,
     )
 
 

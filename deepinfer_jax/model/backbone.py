@@ -206,9 +206,8 @@ def _head(
     return map_rows(
         lambda rows: row_product(rows, head),
         wanted,
-        tile=config.product_tile,
         num_live=paged.num_leading(logit_rows >= 0),
-        has_fixed_trips=config.has_fixed_trips,
+        **config.tiles,
     )
 
 

@@ -150,9 +150,8 @@ def draft_block(
     base = map_rows(
         lambda x: row_product(x, head),
         normed,
-        tile=config.product_tile,
         num_live=rows.num_live,
-        has_fixed_trips=config.has_fixed_trips,
+        **config.tiles,
     )
     by_request = lambda x: x.reshape(num_requests, size, x.shape[-1])  # noqa: E731
     drawn = _draw_in_order(draft, by_request(base), by_request(hidden), anchors, slots, draw, config=config)
@@ -310,9 +309,8 @@ def _draw_in_order(
             token,
             base,
             hidden,
-            tile=config.product_tile,
             num_live=num_live,
-            has_fixed_trips=config.has_fixed_trips,
+            **config.tiles,
         )
         token, extras = draw(index, logits)
         return token, (token, logits, confidence, extras)

@@ -85,9 +85,8 @@ class Stages:
             on_tile,
             self._forced,
             *trees,
-            tile=tile or config.product_tile,
             num_live=num_live,
-            has_fixed_trips=config.has_fixed_trips,
+            **{**config.tiles, "tile": tile or config.product_tile},
         )
         self._noted.update(inner_noted)
         self.captured.update(captured)

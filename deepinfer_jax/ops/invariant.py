@@ -32,23 +32,30 @@ def map_rows(
     tile: int | None,
     num_live: Int[Array, ""] | None = None,
     has_fixed_trips: bool = False,
+    loops_one: bool = True,
 ) -> Any:
     """`fn` over consecutive tiles of `tile` leading rows of every array; None means one call with all rows.
 
     The last tile is filled up with zeros (False, 0); its extra rows are cut from the results. Every result of `fn`
     must have `tile` leading rows. num_live: only tiles with one of the first so many rows are computed, the results
-    of the others are zeros; so padding costs nothing. None, a fixed trip count, or no tile computes all.
+    of the others are zeros; so padding costs nothing. None, a fixed trip count, or no tile computes all. loops_one:
+    False computes a single tile without a loop, for compilers that leave the section between two barriers to itself;
+    the body of a loop over more tiles is the same section.
     """
     if tile is None:
         return fn(*trees)
     rows = jax.tree.leaves(trees)[0].shape[0]
+    section = fn if loops_one else _between_barriers(fn)
+    if rows <= tile and not loops_one:
+        padded = jax.tree.map(lambda a: jnp.pad(a, [(0, tile - rows)] + [(0, 0)] * (a.ndim - 1)), trees)
+        return jax.tree.map(lambda a: a[:rows], section(*padded))
     num_tiles = -(-rows // tile)
     count = num_tiles if num_live is None or has_fixed_trips else -(-num_live // tile)
     # Room for two tiles at least: a slice of all there is would not depend on the index, and be moved out of the loop.
     room = max(num_tiles, 2)
     tiled = jax.tree.map(lambda a: _split(a, room, tile), trees)
     # Traced once, for the shapes of its results, and written out in the loop; not a step: part of one.
-    traced = jax.jit(lambda *parts: fn(*parts), inline=True)
+    traced = jax.jit(lambda *parts: section(*parts), inline=True)
     shapes = jax.eval_shape(traced, *jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), tiled))
     blank = jax.tree.map(lambda s: jnp.zeros((room, *s.shape), s.dtype), shapes)
 
@@ -58,6 +65,15 @@ def map_rows(
 
     result = repeat(count, step, blank, has_fixed_trips=has_fixed_trips)
     return jax.tree.map(lambda r: r.reshape(room * tile, *r.shape[2:])[:rows], result)
+
+
+def _between_barriers(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as a section of its own: nothing of it is fused with what makes its arguments or reads its results."""
+
+    def section(*parts: Any) -> Any:
+        return lax.optimization_barrier(fn(*lax.optimization_barrier(parts)))
+
+    return section
 
 
 def _split(array: Array, num_tiles: int, tile: int) -> Array:

@@ -237,3 +237,21 @@ def test_the_function_of_a_tile_is_traced_once():
     np.testing.assert_array_equal(map_rows(doubled, x, tile=TILE), 2 * x)
     jax.jit(lambda x: map_rows(doubled, x, tile=TILE)).lower(x)
     assert calls == [(TILE, 2)] * 2  # once in each program
+
+
+@pytest.mark.parametrize("rows", [1, 5, TILE, TILE + 1, 3 * TILE])
+def test_a_single_tile_may_stand_without_a_loop(rows):
+    x = jax.random.normal(jax.random.key(rows), (rows, 16), jnp.float32)
+
+    def run(x: jax.Array, *, loops_one: bool) -> jax.Array:
+        def fn(part: jax.Array) -> jax.Array:
+            assert part.shape[0] == TILE
+            return row_product(part, jnp.ones((4, 16), jnp.float32))
+
+        return map_rows(fn, x, tile=TILE, num_live=jnp.int32(rows), loops_one=loops_one)
+
+    alone, looped = (jax.jit(functools.partial(run, loops_one=loops_one)) for loops_one in (False, True))
+    np.testing.assert_array_equal(alone(x), looped(x))
+    text = alone.lower(x).as_text()
+    assert ("stablehlo.while" in text) == (rows > TILE)
+    assert text.count("stablehlo.optimization_barrier") == 2 + (rows > TILE)  # and the loop's count
