@@ -305,8 +305,10 @@ def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, sizes: Sizes)
     )
     operands = make()
     seconds = median_s(lambda: run(*operands), sizes.turns)
-    each = width + width // 32 + 12 + 2 * width
-    sent = round(layers * pairs * each * (count - 1) / count)
+    # To other devices: a row once to each that one of its pairs goes to, with three words for each pair; outputs back.
+    pair = np.arange(pairs)
+    way = np.stack([pair // model.num_experts_per_tok, (pair * 7919) % count], axis=1)[(pair * 7919) % count != 0]
+    sent = layers * (len(np.unique(way, axis=0)) * (width + width // 32) + len(way) * (12 + 2 * width))
     return {
         "exchange_us": round(1e6 * seconds, 1),
         "exchange_sent_bytes": sent,

@@ -27,6 +27,7 @@ from deepinfer_jax.text.engram_vocab import token_map
 from deepinfer_jax.training import acceptance, corpus, data, export, loop, runs
 from deepinfer_jax.training.numerics import training_config
 from deepinfer_jax.training.optimise import Schedule
+from deepinfer_jax.training.own_texts import is_own_step, own_batch_of_step, write_own_texts
 from deepinfer_jax.training.tokenizer import check_special_tokens
 from deepinfer_jax.training.weights import plain_params, training_params
 
@@ -66,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=64, help="sequences of one batch")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of one sequence")
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--own-texts", type=int, default=24_576, help="that the network writes for the stage `draft`")
+    parser.add_argument(
+        "--own-share", type=float, default=0.5, help="of the steps of that stage, which learn from them"
+    )
     parser.add_argument("--float32", action="store_true", help="float32 products instead of bfloat16, as on a CPU")
     parser.add_argument("--report-every", type=int, default=50, help="steps")
     parser.add_argument("--evaluate-every", type=int, default=500, help="steps")
@@ -128,10 +133,16 @@ def _draft(args: argparse.Namespace, pace: loop.Pace) -> None:
     model, directory = plan.config.model, _given(args.model, "--model")
     backbone = load_params(directory, load_config(directory), progress=False)
     frozen = plain_params(backbone, model, dtype=plan.config.activation_dtype)
-    compiled = jax.jit(functools.partial(runs.draft_step, plan=plan), donate_argnums=0)
     prompt_len = min(64, args.seq_len // 4)
     measured = _with_seq_len(plan, 2 * prompt_len)  # answers as long as their prompts: longer ones run in circles
+    own = dataclasses.replace(measured, num_rows=plan.tokens_per_step // measured.config.page_tokens)
+    corpus_step, own_step = (
+        jax.jit(functools.partial(runs.draft_step, plan=each), donate_argnums=0) for each in (plan, own)
+    )
     write = jax.jit(functools.partial(acceptance.continue_greedily, prompt_len=prompt_len, config=measured.config))
+    own_texts = np.zeros((0, 0), np.int32)
+    if args.own_share:
+        own_texts = _own_texts(args, source, own, lambda rows: write(frozen, rows), prompt_len=prompt_len)
 
     @jax.jit
     def record(state: Any, frozen: Any, texts: jax.Array, anchors: jax.Array) -> acceptance.Records:
@@ -150,20 +161,33 @@ def _draft(args: argparse.Namespace, pace: loop.Pace) -> None:
         own = functools.partial(record, state, frozen)
         return runs.acceptance_report(source, measured, texts_of, own, prompt_len=prompt_len)
 
-    draw = lambda step: (runs.batch_of_step(source, plan, step), runs.anchors_of_step(plan, step))  # noqa: E731
-    state, is_done = _run(
-        args,
-        plan,
-        pace,
-        runs.first_state(plan, None),
-        lambda state, batch: compiled(state, batch, frozen),
-        draw,
-        lambda state: measure(state)[1],
-    )
+    def draw(step: int) -> tuple[Any, Any]:
+        if is_own_step(step, args.own_share):
+            return own_step, own_batch_of_step(own_texts, own, step, prompt_len=prompt_len)
+        return corpus_step, (runs.batch_of_step(source, plan, step), runs.anchors_of_step(plan, step))
+
+    def step(state: Any, drawn: tuple[Any, Any]) -> Any:
+        compiled, batch = drawn
+        return compiled(state, batch, frozen)
+
+    first = runs.first_state(plan, None)
+    state, is_done = _run(args, plan, pace, first, step, draw, lambda state: measure(state)[1])
     records, _ = measure(state)
     np.savez(args.out / "acceptance.npz", confidence=records.confidence, accepted=records.accepted)
     export.export_with_draft(backbone, state.masters, state.fixed, model, source, args.out / "model")
     _log(args.out, {"kind": "end", "stage": "draft", "done": is_done, "elapsed_s": pace.elapsed_s})
+
+
+def _own_texts(
+    args: argparse.Namespace, source: data.TrainingData, plan: runs.Plan, write: Any, *, prompt_len: int
+) -> np.ndarray:
+    """The texts that the network writes itself: of an earlier run in the same folder, else made now."""
+    file = args.out / "own_texts.npy"
+    if not file.is_file():
+        np.save(file, write_own_texts(source, plan, write, num_texts=args.own_texts, prompt_len=prompt_len))
+    texts = np.load(file)
+    _log(args.out, {"kind": "own_texts", "texts": len(texts), "tokens": texts[:, prompt_len:].size})
+    return texts
 
 
 def _run(

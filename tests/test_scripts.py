@@ -270,7 +270,7 @@ def test_steps_on_meshes_are_timed(call):
     assert lines[0]["sent_bytes_per_s"] > 0
     assert all(line["finite"] and line["step_us"] > 0 for line in lines[1:])
     assert [line["experts"] for line in lines[1:]] == [4, 4, 8]  # as many for each device
-    # For each of 6 layers half of 8 rows' pairs travel: codes, scales and three words there, an output back.
+    # In each of 6 layers half of 8 rows' pairs travel, three words there and an output back, and each row once.
     model = json.loads((SCRIPTS.parent / "configs/model/tiny.json").read_text())["text_config"]
-    pair_bytes = model["hidden_size"] * 3 + model["hidden_size"] // 32 + 12
-    assert lines[3]["exchange_sent_bytes"] == 6 * 8 * model["num_experts_per_tok"] * pair_bytes // 2
+    width, num_pairs = model["hidden_size"], 8 * model["num_experts_per_tok"] // 2
+    assert lines[3]["exchange_sent_bytes"] == 6 * (8 * (width + width // 32) + num_pairs * (12 + 2 * width))

@@ -41,8 +41,9 @@ def on_owners(
     rows: arrays with T leading rows, in the form that is to travel. num_local: experts of each device. replicas: the
     places of each expert among all devices' experts, a list of K filled up by repetition; None: expert e has place e
     alone. Rows that are not live go nowhere and give zeros. Rows that all devices of a dp rank have are asked for
-    once: each device takes a part of them, and the outputs are gathered over cp. Bytes on the wire for each pair: one
-    row and 12 bytes there, D activations back, and as much again for the padding of a round (`exchange`).
+    once: each device takes a part of them, and the outputs are gathered over cp. Bytes on the wire for each row: its
+    own to each device that has one of its experts; for each pair 12 bytes there and D activations back; and as much
+    again for the room of a round (`exchange`).
     """
     asked = (rows, expert_ids, weights, is_live)
     is_shared = config.cp > 1 and CP in config.expert_axes and not is_split(config)

@@ -67,9 +67,9 @@ def batch_of_step(data: TrainingData, plan: Plan, step: int) -> Int[np.ndarray, 
     )
 
 
-def anchors_of_step(plan: Plan, step: int) -> Int[np.ndarray, "B A"]:
-    """Where the blocks of one step stand in its rows."""
-    return _draw_anchors(plan, np.random.default_rng([plan.seed, step, 1]), first=1, num_rows=plan.num_rows)
+def anchors_of_step(plan: Plan, step: int, *, first: int = 1) -> Int[np.ndarray, "B A"]:
+    """Where the blocks of one step stand in its rows, from `first` on."""
+    return _draw_anchors(plan, np.random.default_rng([plan.seed, step, 1]), first=first, num_rows=plan.num_rows)
 
 
 def backbone_step(state: TrainState, rows: Int[Array, "B R1"], *, plan: Plan) -> tuple[TrainState, dict[str, Array]]:

@@ -37,11 +37,13 @@ def test_stages_lead_to_a_model_with_a_drafter(call, shape, source, tmp_path: Pa
     common = ["--float32", "--config", tmp_path / "config.json", "--data", tmp_path / "data.npz", "--rows", 4]
     common += ["--seq-len", 32, "--steps", 4, "--report-every", 1]
     call("--stage", "backbone", "--out", tmp_path / "backbone", *common)
+    common += ["--own-texts", 16, "--own-share", 0.5]
     call("--stage", "draft", "--out", tmp_path / "draft", "--model", tmp_path / "backbone/model", *common)
     for stage in ("backbone", "draft"):
         reports = [json.loads(line) for line in (tmp_path / stage / "log.jsonl").read_text().splitlines()]
         assert [r["step"] for r in reports if r["kind"] == "step"] == [1, 2, 3, 4]
         assert reports[-1]["kind"] == "end" and reports[-1]["done"]
+    assert 0 < len(np.load(tmp_path / "draft" / "own_texts.npy")) <= 16
     with np.load(tmp_path / "draft" / "acceptance.npz") as records:
         assert records["confidence"].shape == (*records["accepted"].shape, shape.dspark_block_size)
     params, config = load_model(tmp_path / "draft" / "model", with_draft=True, progress=False)

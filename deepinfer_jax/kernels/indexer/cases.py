@@ -1,4 +1,4 @@
-"""Sizes at which index scores and the choice of the best are tested and timed: the released widths, decode rows."""
+"""Sizes at which index scores and the choice of the best are tested and timed: released widths, decode or a chunk."""
 
 import functools
 from collections.abc import Callable
@@ -19,6 +19,7 @@ PAGE_ENTRIES = 64
 SHORT_CONTEXT, LONG_CONTEXT = 4096, 1_048_576
 KEY_BYTES = WIDTH // 2 + WIDTH // INDEX_GROUP
 SCORE_BYTES = 2
+TORCH_ROWS = 128  # of a chunk whose products PyTorch keeps at a time
 # A sum of bfloat16 terms that differ by more than 2^10 may round to a neighbour in another order.
 TOLERANCE = 1e-4
 CHOICE_FAMILIES = ("red.shared.add.u32", "redux.sync.add.s32", "cp.async.cg.shared.global")
@@ -34,18 +35,19 @@ FAMILIES = {
 }
 
 
-def make_inputs(key: Array, *, num_rows: int, context: int) -> tuple[Any, ...]:
-    """Operands of `scores_of_pages`: every row has pages of its own, all of them visible."""
+def make_inputs(key: Array, *, num_rows: int, context: int, is_chunk: bool = False) -> tuple[Any, ...]:
+    """Operands of `scores_of_pages`: every row has pages of its own, or all have the same; all are visible."""
     payload, scale, query, weight = jax.random.split(key, 4)
     pages_each = context // PAGE_ENTRIES
-    shape = (1, num_rows * pages_each, PAGE_ENTRIES)
+    num_pages = pages_each if is_chunk else num_rows * pages_each
+    shape = (1, num_pages, PAGE_ENTRIES)
     cache = ScaledArray(
         payload=jax.random.bits(payload, (*shape, WIDTH // 2), jnp.uint8),
         scale=jax.random.randint(scale, (*shape, WIDTH // INDEX_GROUP), 120, 126, jnp.int32).astype(jnp.uint8),
         form="fp4",
         block=(1, INDEX_GROUP),
     )
-    pages = jnp.arange(num_rows * pages_each, dtype=jnp.int32).reshape(num_rows, pages_each)
+    pages = jnp.broadcast_to(jnp.arange(num_pages, dtype=jnp.int32).reshape(-1, pages_each), (num_rows, pages_each))
     queries = quantize_index(jax.random.normal(query, (num_rows, HEADS, WIDTH), jnp.bfloat16))
     weights = jax.random.normal(weight, (num_rows, HEADS), jnp.bfloat16) * jnp.bfloat16(0.02)
     keys = EntryKeys(cache=cache, source=0, pages=pages, page_entries=PAGE_ENTRIES)
@@ -105,17 +107,35 @@ def _torch_scores(torch: Any, copies: int, *, num_rows: int, context: int) -> li
     return [call() for _ in range(copies)]
 
 
-def _scores_case(num_rows: int, context: int) -> Case:
+def _torch_chunk_scores(torch: Any, copies: int, *, num_rows: int, context: int) -> list[Callable[[], Any]]:
+    """The same for rows that share their keys, a few rows at a time: products of all heads would take gigabytes."""
+
+    def call() -> Callable[[], Any]:
+        make = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+        queries, weights, keys = make(num_rows, HEADS, WIDTH), make(num_rows, 1, HEADS), make(context, WIDTH)
+
+        def run() -> list[Any]:
+            parts = zip(queries.split(TORCH_ROWS), weights.split(TORCH_ROWS), strict=True)
+            return [torch.bmm(weight, torch.relu_(query @ keys.T))[:, 0] for query, weight in parts]
+
+        return run
+
+    return [call() for _ in range(copies)]
+
+
+def _scores_case(num_rows: int, context: int, *, is_chunk: bool = False) -> Case:
+    size = {"num_rows": num_rows, "context": context}
+    torch_scores = _torch_chunk_scores if is_chunk else _torch_scores
     return Case(
         op="index_scores",
-        name=f"decode_{num_rows}_rows_of_{context}",
-        make=functools.partial(make_inputs, num_rows=num_rows, context=context),
+        name=f"{'prefill' if is_chunk else 'decode'}_{num_rows}_rows_of_{context}",
+        make=functools.partial(make_inputs, **size, is_chunk=is_chunk),
         implementations={
             REFERENCE: reference_scores,
             "mosaic_sm90": mosaic_sm90.scores_of_pages,
             "mosaic_sm100": mosaic_sm100.scores_of_pages,
         },
-        num_bytes=num_rows * context * (KEY_BYTES + SCORE_BYTES),
+        num_bytes=context * ((1 if is_chunk else num_rows) * KEY_BYTES + num_rows * SCORE_BYTES),
         flops=num_rows * context * 2 * HEADS * WIDTH,
         rate="fp8",
         tolerance=TOLERANCE,
@@ -124,7 +144,7 @@ def _scores_case(num_rows: int, context: int) -> Case:
         has_target=context > SHORT_CONTEXT,
         reference_calls=1,
         families=FAMILIES,
-        peers={"torch_bmm_bf16": functools.partial(_torch_scores, num_rows=num_rows, context=context)},
+        peers={"torch_bmm_bf16": functools.partial(torch_scores, **size)},
     )
 
 
@@ -152,5 +172,6 @@ _SIZES = ((16, 65_536), (16, LONG_CONTEXT), (128, SHORT_CONTEXT))  # rows and en
 _CHOICE_SIZES = (*_SIZES, (128, 8192), (1, 8192))
 CASES = (
     *(_scores_case(*size) for size in _SIZES),
+    _scores_case(2048, 65_536, is_chunk=True),
     *(_choice_case(*size) for size in _CHOICE_SIZES),
 )
