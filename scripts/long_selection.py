@@ -32,6 +32,7 @@ from deepinfer_jax.model.batch import make_batch
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import RATIOS, State, init_state
 from deepinfer_jax.testing import step_bench
+from deepinfer_jax.testing.cache_formula import cache_bytes
 from deepinfer_jax.testing.facts import run_facts
 from deepinfer_jax.testing.rank_model import ENGRAM_BASE, rank_model
 
@@ -68,7 +69,7 @@ def main() -> None:
     for position in range(args.context, args.context + args.decode):
         stages = run.step(position, 1)
         checks += check_rows(model, run.state, stages, [(0, position)])
-    paged, slots = formula(config, num_pages)
+    paged, slots = cache_bytes(config, num_pages=num_pages, num_slots=1)
     held = lambda *trees: sum(leaf.nbytes for leaf in jax.tree.leaves(trees))  # noqa: E731
     own = run.state
     figures = {
@@ -210,17 +211,6 @@ def best_entries(scores: np.ndarray, count: int) -> np.ndarray:
     """The places of the best scores, of equal ones the earlier; -inf is never taken (spec: backbone 5.5)."""
     order = np.argsort(-scores, kind="stable")[:count]
     return np.sort(order[scores[order] > -np.inf])
-
-
-def formula(config: RuntimeConfig, num_pages: int) -> tuple[int, int]:
-    """Bytes of all pages and of one state slot, from the shape (spec: backbone 9)."""
-    model = config.model
-    num_tokens = num_pages * config.page_tokens
-    row = model.head_dim // 2 + model.head_dim // 16 + model.index_head_dim // 2 + model.index_head_dim // 32
-    ratios = [model.compress_ratios[layer] for layer in model.kv_source_layer_ids]
-    window = model.num_hidden_layers * config.ring_len * (model.head_dim + model.head_dim // 32)
-    tails = ratios.count(2) * config.tail_len * 2 * model.head_dim * 4
-    return sum(num_tokens // ratio * row for ratio in ratios), window + tails + config.history_len * 4
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
