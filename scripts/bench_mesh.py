@@ -320,7 +320,8 @@ def measure_exchange(config: RuntimeConfig, mesh: Mesh, rows: int, sizes: Sizes)
 def compare_forms(mesh: Mesh, pairs: int, model: ModelConfig, sizes: Sizes) -> list[dict[str, Any]]:
     """One line for each room of an exchange: its time, and whether the answers are those of every item."""
     axes, count, width = (DP, CP), mesh.size, model.hidden_size
-    options = {**compiler_options(RuntimeConfig(model=model, target=target())), **sizes.options}
+    config = RuntimeConfig(model=model, target=target(), dp=mesh.shape[DP], cp=mesh.shape[CP])
+    options = {**compiler_options(config), **sizes.options}
     everywhere = P(axes)
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 256, (count * pairs, width), dtype=np.uint8)

@@ -1,9 +1,7 @@
 """Runs one long prompt and compares the memory that its caches take with the formula: prints one JSON line.
 
-The formula is that of the specification (backbone 9), worked out here from the numbers of the shape: FP4 rows with a
-scale byte for every 16 (main KV) and 32 (index K) channels for each token, FP8 window rows with a scale byte for
-every 32 channels, float32 compressor rows and int32 history for each state slot. What is measured is the size of the
-arrays that the engine holds. The shape's own limit of positions is raised where the prompt needs it.
+The formula is that of the specification (`testing/cache_formula.py`). What is measured is the size of the arrays that
+the engine holds. The shape's own limit of positions is raised where the prompt needs it.
 """
 
 import argparse
@@ -19,6 +17,7 @@ from tqdm import tqdm
 
 from deepinfer_jax import EngineArgs, LLMEngine, SamplingParams
 from deepinfer_jax.config.args import resolve
+from deepinfer_jax.testing.cache_formula import cache_bytes
 from deepinfer_jax.testing.facts import commit_of_checkout
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +64,9 @@ def main() -> None:
     state = engine.pipeline.state
     paged = sum(leaf.nbytes for leaf in jax.tree.leaves((state.main_kv, state.index_k)))
     slots = sum(leaf.nbytes for leaf in jax.tree.leaves((state.window, state.tails, state.history)))
-    paged_formula, slots_formula = formula(engine)
+    paged_formula, slots_formula = cache_bytes(
+        engine.runtime, num_pages=engine.sizes.scheduler.num_pages, num_slots=engine.sizes.num_state_slots
+    )
     figures = {
         "script": "long_context",
         "model": Path(args.model).name,
@@ -86,19 +87,6 @@ def main() -> None:
         "commit": args.commit,
     }
     print(json.dumps(figures))
-
-
-def formula(engine: LLMEngine) -> tuple[int, int]:
-    """Bytes of all pages and of all state slots, from the shape."""
-    model, runtime, sizes = engine.model, engine.runtime, engine.sizes
-    num_tokens = sizes.scheduler.num_pages * runtime.page_tokens
-    main_row = model.head_dim // 2 + model.head_dim // 16
-    index_row = model.index_head_dim // 2 + model.index_head_dim // 32
-    ratios = [model.compress_ratios[layer] for layer in model.kv_source_layer_ids]
-    paged = sum(num_tokens // ratio * (main_row + index_row) for ratio in ratios)
-    window = model.num_hidden_layers * runtime.ring_len * (model.head_dim + model.head_dim // 32)
-    tails = ratios.count(2) * runtime.tail_len * 2 * model.head_dim * 4
-    return paged, sizes.num_state_slots * (window + tails + runtime.history_len * 4)
 
 
 def with_positions(model: str, num_positions: int, folder: Path) -> str:

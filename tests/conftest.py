@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SUMMARY = ROOT / "build" / "test-summary.json"
+SUMMARY, FAILURES = ROOT / "build" / "test-summary.json", ROOT / "build" / "test-failures.txt"
 DEVICES = ("sm90", "sm100", "ascend")
 
 # Read by JAX when it is imported, and inherited by the processes that tests start.
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help=f"also run the slow tests, and write {SUMMARY.relative_to(ROOT)}",
+        help=f"also run the slow tests, and write {SUMMARY.relative_to(ROOT)}, and {FAILURES.name} as they come",
     )
     parser.addoption(
         "--device",
@@ -90,11 +90,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class SummaryWriter:
-    """Collects one outcome per test and writes them as JSON when the run ends."""
+    """Collects one outcome per test and writes them as JSON at the end; failures at once, in case there is no end."""
 
     def __init__(self) -> None:
         self.start_s = time.time()
         self.tests: dict[str, dict[str, str | float]] = {}
+        FAILURES.parent.mkdir(exist_ok=True)
+        FAILURES.write_text("")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self.tests.setdefault(report.nodeid, {"outcome": "passed", "duration_s": 0.0})
@@ -103,6 +105,8 @@ class SummaryWriter:
             test["outcome"] = "xpassed" if report.passed else "xfailed"
         elif report.failed:
             test["outcome"] = "failed" if report.when == "call" else "error"
+            with FAILURES.open("a") as file:
+                file.write(f"{report.nodeid}\n{report.longreprtext}\n\n")
         elif report.skipped:
             test["outcome"] = "skipped"
 
@@ -118,7 +122,6 @@ class SummaryWriter:
             },
             "tests": dict(sorted(self.tests.items())),
         }
-        SUMMARY.parent.mkdir(exist_ok=True)
         SUMMARY.write_text(json.dumps(summary, indent=1) + "\n")
 
 

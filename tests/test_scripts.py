@@ -274,3 +274,25 @@ def test_steps_on_meshes_are_timed(call):
     model = json.loads((SCRIPTS.parent / "configs/model/tiny.json").read_text())["text_config"]
     width, num_pairs = model["hidden_size"], 8 * model["num_experts_per_tok"] // 2
     assert lines[3]["exchange_sent_bytes"] == 6 * (8 * (width + width // 32) + num_pairs * (12 + 2 * width))
+
+
+def test_numpy_selects_by_score_and_then_by_place():
+    module = load_script("long_selection")
+    scores = np.array([1, 3, -np.inf, 3, 2, 3], np.float32)
+    assert module.best_entries(scores, 2).tolist() == [1, 3]
+    assert module.best_entries(scores, 9).tolist() == [0, 1, 3, 4, 5]
+    queries = np.array([[1, 0], [0, 1]], np.float32)
+    keys = np.array([[257, -1], [2, 3]], np.float32)  # 257 rounds to 256, and a negative product counts as 0
+    found = module.numpy_scores(queries, np.array([1, 0.5], np.float32), keys)
+    assert found.tolist() == [256, 3.5]
+
+
+@pytest.mark.slow
+def test_a_long_prompt_selects_what_numpy_selects(call):
+    sizes = ("--layers", 6, "--context", 512, "--chunk", 256, "--decode", 1, "--rows", 2)
+    given = ("long_selection", "--model", SCRIPTS.parent / "configs/model/tiny.json", *sizes)
+    found = json.loads(call(*given))
+    assert found["sets"] == found["sets_equal"] > 8 and found["finite"]
+    assert found["paged_bytes"] == found["paged_bytes_formula"] and found["slot_bytes"] == found["slot_bytes_formula"]
+    other = json.loads(call(*given, best_entries=lambda scores, count: np.argsort(scores)[:count]))
+    assert other["sets_equal"] < other["sets"] and other["differing"][0]["missing"] > 0

@@ -35,25 +35,29 @@ from deepinfer_jax.sampling.logits import SampleSettings
 
 # A step rounds where the specification says, nowhere else and nowhere less.
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
-# Kernels of a recorded graph that do not read each other's results run side by side. Loops and what devices exchange
-# are recorded as well (WHILE, COLLECTIVES; the rest is XLA's own list): the host waits for no condition of a step and
-# makes the next one ready meanwhile.
+# Kernels of a recorded graph that do not read each other's results run side by side. Loops are recorded as well (WHILE;
+# the rest is XLA's own list): the host waits for no condition of a step and makes the next one ready meanwhile.
+_RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 _GPU_OPTIONS = {
     **COMPILER_OPTIONS,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
-    ),
+    "xla_gpu_enable_command_buffer": _RECORDED,
 }
-# Nor is anything chosen by timing it, which differs between processes, or added in the order of arrival.
-_REPEATABLE_OPTIONS = {**_GPU_OPTIONS, "xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
+# Nothing is chosen by timing it, which differs between processes, or added in the order of arrival.
+_REPEATABLE = {"xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
 
 
 def compiler_options(config: RuntimeConfig) -> dict[str, Any]:
-    """What a step of this configuration asks of XLA's compiler."""
+    """What a step of this configuration asks of XLA's compiler.
+
+    What data-parallel devices exchange is recorded too; CUDA refuses graphs with the gathers of context parallelism.
+    """
     if config.target != NVIDIA:
         return COMPILER_OPTIONS
-    return _REPEATABLE_OPTIONS if config.is_repeatable else _GPU_OPTIONS
+    options = {**_GPU_OPTIONS, **(_REPEATABLE if config.is_repeatable else {})}
+    if config.dp > 1 and config.cp == 1:
+        options["xla_gpu_enable_command_buffer"] = f"{_RECORDED},COLLECTIVES"
+    return options
 
 
 @contextlib.contextmanager

@@ -140,6 +140,8 @@ def _select_variant(
         stages: Stages, x: Array, q_latent: Array, tables: RopeTables, slots: Array, positions: Array, blocks: Array
     ) -> tuple[Array, Array]:
         queries, weights = index_queries(wq_b, weights_proj, x, q_latent, tables, config=config)
+        stages.show(f"{prefix}.index_q", queries)
+        stages.show(f"{prefix}.index_weight", weights)
         keys = EntryKeys(
             cache=cache,
             source=layer.cache_ordinal,

@@ -35,7 +35,7 @@ IN_LAYER = (
     *("stream_in", "pre_mix_in", "hc_attn_pre", "hc_attn_post", "hc_attn_comb"),
     *("attn_in", "q_latent", "window_kv"),
     *("compress_pairs", "compress_latent", "compress_kv", "index_k"),
-    *("index_score", "topk_margin", "candidate_margin", "topk_idxs", "candidate_mask"),
+    *("index_q", "index_weight", "index_score", "topk_margin", "candidate_margin", "topk_idxs", "candidate_mask"),
     *("attn_out", "stream_mid", "hc_ffn_pre", "hc_ffn_post", "hc_ffn_comb"),
     *("ffn_in", "router_scores", "router_ids", "router_weights", "shared_expert_out"),
     *("ffn_out", "stream_out", "pre_mix_out"),

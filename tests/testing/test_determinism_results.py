@@ -59,12 +59,13 @@ def test_equal_results_are_equal():
         (result(token_ids=np.asarray([10, 99, 12, 13])), "tokens", 1, "token 99; expected is 11"),
         (result(finish_reason="stop"), "tokens", 4, r"ends after 4 tokens \(stop\); expected is 4 \(length\)"),
         (result(3), "tokens", 3, "ends after 3 tokens"),
+        (result(0, top_ids=np.zeros((0, 0), np.int64)), "tokens", 0, "ends after 0 tokens"),
         (result(logprobs=one_ulp(2, 0)), "log-probabilities", 2, "of the token: -0x1.f"),
         (result(logprobs=one_ulp(0, 1)), "log-probabilities", 0, "of alternative 1"),
         (result(top_ids=np.asarray([[10], [11], [12], [7]])), "log-probabilities", 3, "expected is"),
         (result(state=changed_state(2, 3)), "state", 5, r"\.window\[0\]: 1 rows differ"),
     ],
-    ids=["token", "reason", "shorter", "logprob", "alternative", "alternative-id", "state"],
+    ids=["token", "reason", "shorter", "nothing", "logprob", "alternative", "alternative-id", "state"],
 )
 def test_each_difference_is_placed(other, column, position, detail):
     difference, equal = compare_results({"a": other}, {"a": result()})

@@ -159,6 +159,8 @@ def _token_difference(name: str, got: Result, want: Result) -> Difference | None
 
 def _logprob_difference(name: str, got: Result, want: Result) -> Difference | None:
     count = min(len(got.token_ids), len(want.token_ids))
+    if not count:
+        return None  # a request that gave nothing does not even tell how many alternatives it was asked for
     differs = got.logprobs[:count].view(np.uint32) != want.logprobs[:count].view(np.uint32)
     rows = np.flatnonzero(differs.any(axis=1) | (got.top_ids[:count] != want.top_ids[:count]).any(axis=1))
     if not len(rows):
