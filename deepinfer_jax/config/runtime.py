@@ -146,9 +146,12 @@ class RuntimeConfig:
     def loops_layers(self) -> bool:
         """Whether all layers share one compiled body. A CPU compiles far less; a GPU waits at each branch.
 
-        A step for an Ascend device is a program of the CPU that calls the device for single operators.
+        In batch-invariant mode what XLA makes of the reference loops inside each layer too, and takes a minute to
+        compile for eight layers. A step for an Ascend device is a program of the CPU that calls the device for single
+        operators.
         """
-        return self.target in ("cpu", "ascend")
+        is_reference = self.kernels in ("auto", "reference")
+        return self.target in ("cpu", "ascend") or (self.is_invariant and is_reference)
 
     @property
     def activation_dtype(self) -> np.dtype:
