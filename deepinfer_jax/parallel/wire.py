@@ -34,7 +34,7 @@ def _words_of(array: Array) -> UInt32[Array, "T W"]:
     if each == 1:
         return lax.bitcast_convert_type(values, jnp.uint32)
     values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % each)))
-    return lax.bitcast_convert_type(values.reshape(values.shape[0], -1, each), jnp.uint32)
+    return lax.bitcast_convert_type(values.reshape(values.shape[0], values.shape[1] // each, each), jnp.uint32)
 
 
 def _values_of(rows: UInt32[Array, "R W"], shape: tuple[int, ...], dtype: Any) -> Array:

@@ -86,13 +86,7 @@ class Scheduler:
         parent = self._sequences.get(request_id)
         if parent is None:
             raise ValueError(f"request {request_id!r} is not unfinished; only a waiting or running one can be forked")
-        num_prompt = len(parent.prompt)
-        kept = parent.num_tokens if num_tokens is None else num_tokens
-        if not num_prompt <= kept <= parent.num_tokens:
-            raise ValueError(
-                f"num_tokens={kept} must be from {num_prompt} (the prompt) to {parent.num_tokens} (what is known now)"
-            )
-        sequence = parent.branch(new_id, kept, limits=limits, options=options)
+        sequence = parent.branch(new_id, num_tokens, limits=limits, options=options)
         self._register(sequence, parent.rank, lambda on: on.admit_fork(sequence, parent))
         if sequence.slot >= 0:
             self.counters.forks_copied += 1

@@ -133,8 +133,12 @@ class Sequence:
         """The position, or the beginning of the image that a cut there would split."""
         return spans.outside_images(self.images, position)
 
-    def branch(self, request_id: str, num_tokens: int, *, limits: Limits | None, options: Any) -> "Sequence":
-        """A new request with the first `num_tokens` known tokens of this one, its whole prompt at least."""
+    def branch(self, request_id: str, num_tokens: int | None, *, limits: Limits | None, options: Any) -> "Sequence":
+        """A new request with the first `num_tokens` known tokens of this one, its whole prompt at least; None: all."""
+        least, most = len(self.prompt), self.num_tokens
+        num_tokens = most if num_tokens is None else num_tokens
+        if not least <= num_tokens <= most:
+            raise ValueError(f"num_tokens={num_tokens} must be from {least} (the prompt) to {most} (what is known now)")
         return Sequence(
             request_id=request_id,
             prompt=self.prompt,

@@ -40,6 +40,13 @@ def test_a_curve_is_measured_once_and_kept(agreeing_model, environ, tmp_path, mo
     assert foreign.read_text() == "mine"
 
 
+def test_drafts_of_more_requests_cost_no_less(agreeing_model, environ, monkeypatch):
+    noisy = {1: 1.5, 2: 2.25, 4: 0.0}
+    monkeypatch.setattr(measuring, "draft_ms", lambda _pipeline, _sizes, count: noisy[count])
+    curve = engine_of(agreeing_model, environ).scheduler.verification.curve
+    assert curve.draft_points == ((1, 1.5), (2, 2.25), (4, 2.25)) and curve.draft_cost(4) == 2.25
+
+
 def test_a_given_policy_is_not_measured(agreeing_model, environ, monkeypatch):
     monkeypatch.setattr(measuring, "measure", None)
     policy = BudgetPolicy(CostCurve(points=((8, 1.0),)))
