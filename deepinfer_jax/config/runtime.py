@@ -143,6 +143,11 @@ class RuntimeConfig:
         return self.is_invariant and self.target == "nvidia"
 
     @property
+    def runs_reference(self) -> bool:
+        """Whether a GPU runs what XLA makes of the reference, in every op: no kernels are named."""
+        return self.kernels in ("auto", "reference")
+
+    @property
     def loops_layers(self) -> bool:
         """Whether all layers share one compiled body. A CPU compiles far less; a GPU waits at each branch.
 
@@ -150,8 +155,7 @@ class RuntimeConfig:
         compile for eight layers. A step for an Ascend device is a program of the CPU that calls the device for single
         operators.
         """
-        is_reference = self.kernels in ("auto", "reference")
-        return self.target in ("cpu", "ascend") or (self.is_invariant and is_reference)
+        return self.target in ("cpu", "ascend") or (self.is_invariant and self.runs_reference)
 
     @property
     def activation_dtype(self) -> np.dtype:

@@ -35,14 +35,10 @@ from deepinfer_jax.sampling.logits import SampleSettings
 
 # A step rounds where the specification says, nowhere else and nowhere less.
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
-# Kernels of a recorded graph that do not read each other's results run side by side. Loops are recorded as well (WHILE;
-# the rest is XLA's own list): the host waits for no condition of a step and makes the next one ready meanwhile.
-_RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-_GPU_OPTIONS = {
-    **COMPILER_OPTIONS,
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    "xla_gpu_enable_command_buffer": _RECORDED,
-}
+# Recorded in graphs on a GPU: XLA's own list. With loops the host waits for no condition of a step and makes the next one
+# ready meanwhile.
+_RECORDED = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION")
+_LOOPS = ("CONDITIONAL", "WHILE")
 # Nothing is chosen by timing it, which differs between processes, or added in the order of arrival.
 _REPEATABLE = {"xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
 
@@ -50,14 +46,23 @@ _REPEATABLE = {"xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
 def compiler_options(config: RuntimeConfig) -> dict[str, Any]:
     """What a step of this configuration asks of XLA's compiler.
 
+    Kernels of a recorded graph that do not read each other's results run side by side. In batch-invariant mode sections
+    between barriers leave loops free of each other too, and a graph with two loops side by side does not end (H200):
+    then either loops are not recorded, or one thing runs after the other, as in the reference, which has the most loops.
     What data-parallel devices exchange is recorded too; CUDA refuses graphs with the gathers of context parallelism.
     """
     if config.target != NVIDIA:
         return COMPILER_OPTIONS
-    options = {**_GPU_OPTIONS, **(_REPEATABLE if config.is_repeatable else {})}
-    if config.dp > 1 and config.cp == 1:
-        options["xla_gpu_enable_command_buffer"] = f"{_RECORDED},COLLECTIVES"
-    return options
+    in_order = config.is_invariant and config.runs_reference
+    has_loops = in_order or not config.is_invariant
+    has_exchange = config.dp > 1 and config.cp == 1
+    recorded = _RECORDED + (_LOOPS if has_loops else ()) + (("COLLECTIVES",) if has_exchange else ())
+    return {
+        **COMPILER_OPTIONS,
+        "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE" if in_order else "CONCURRENT",
+        "xla_gpu_enable_command_buffer": ",".join(recorded),
+        **(_REPEATABLE if config.is_repeatable else {}),
+    }
 
 
 @contextlib.contextmanager

@@ -268,3 +268,19 @@ def test_no_garbage_is_collected_while_a_step_is_launched(engine):
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference", "mosaic_sm90"])
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_no_loops_side_by_side_in_the_graphs_of_the_mode(engine, kernels, is_invariant):
+    """A GPU never ends a graph with two loops side by side, which sections between barriers allow."""
+    config = dataclasses.replace(engine.runtime, target="nvidia", kernels=kernels, is_invariant=is_invariant)
+    options = steps.compiler_options(config)
+    recorded = options["xla_gpu_enable_command_buffer"].split(",")
+    is_concurrent = options["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
+    assert "FUSION" in recorded
+    assert is_concurrent or "WHILE" in recorded  # one of them is always given: neither would be slow for nothing
+    if is_invariant:
+        assert not (is_concurrent and {"WHILE", "CONDITIONAL"} & set(recorded))
+    else:
+        assert is_concurrent and "WHILE" in recorded
