@@ -8,13 +8,16 @@ or its products need at the rates that were measured in the same run (the first 
 time that was measured.
 
     python scripts/bench_steps.py --kernels mosaic_sm90 [--layers 40] [--rows 1 16 128 512] [--contexts 4096 8192 65536]
-        [--prefill 8192 ...] [--tables device host] [--option NAME=VALUE ...] [--check] [--profile]
+        [--prefill 8192 ...] [--tables device host] [--batch-invariant off on] [--option NAME=VALUE ...] [--check]
+        [--profile]
 
 Decode steps have a row of each request; --prefill adds steps with the newest so many rows of one prompt, for each
 context that holds them.
 
 --tables host keeps the Engram tables in the memory of the host, which gathers rows inside the step; beside a line of
 the same cell with tables on the device it shows what the layers in front of the first table do not hide.
+
+--batch-invariant off on runs every cell without the mode and then with it, in the tiles of an engine.
 
 A cell whose weights, caches and temporaries do not fit says so. --check also compares the logits with those of
 kernels=reference, for which few layers are enough: 6 have one of each role; and those of the reference with what it
@@ -36,6 +39,7 @@ import jax
 
 from deepinfer_jax.config.released import load_config
 from deepinfer_jax.config.runtime import RuntimeConfig
+from deepinfer_jax.engine.setup import ROW_TILES
 from deepinfer_jax.kernels.catalog import OPS
 from deepinfer_jax.kernels.registry import MOSAIC_SM90, MOSAIC_SM100, REFERENCE, check_choice
 from deepinfer_jax.model.params import Params
@@ -61,6 +65,7 @@ def main() -> int:
     parser.add_argument("--prefill", nargs="+", type=int, default=[], metavar="ROWS", help="of a prompt's chunk")
     parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 65536, 4096], help="tokens of each request")
     parser.add_argument("--tables", nargs="+", choices=("device", "host"), default=["device"], help="Engram's")
+    parser.add_argument("--batch-invariant", nargs="+", choices=("off", "on"), help="default: on for a CPU, off else")
     parser.add_argument("--table-rows", type=int, default=ENGRAM_BASE, help="of each hash column of a table, about")
     parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="more options of XLA's compiler")
     parser.add_argument("--turns", type=int, default=5)
@@ -73,7 +78,8 @@ def main() -> int:
         return 0
     target = {"gpu": "nvidia"}.get(jax.devices()[0].platform, "cpu")
     model = rank_model(load_config(args.model), num_layers=args.layers, engram_base=args.table_rows)
-    config = RuntimeConfig(model=model, target=target, is_invariant=target == "cpu", kernels=args.kernels)
+    modes = args.batch_invariant or ["on" if target == "cpu" else "off"]
+    config = in_mode(modes[0], RuntimeConfig(model=model, target=target, is_invariant=False, kernels=args.kernels))
     check_choice(OPS, config.backend)
     facts = run_facts()
     ceilings = kernel_bench.measure_ceilings() if target == "nvidia" else None  # elsewhere it shows that a step runs
@@ -83,11 +89,17 @@ def main() -> int:
     for place in args.tables:
         own = dataclasses.replace(config, engram_on_host=place == "host")
         params = step_bench.make_params(own, num_experts=args.experts)
-        is_good += [run_cell(own, params, case, ceilings, args, facts) for case in cases]
+        configs = [in_mode(mode, own) for mode in modes]
+        is_good += [run_cell(each, params, case, ceilings, args, facts) for case in cases for each in configs]
         del params
     if args.check:
         is_good += [check_cell(config, case, facts) for case in cases]
     return 0 if all(is_good) else 1
+
+
+def in_mode(mode: str, config: RuntimeConfig) -> RuntimeConfig:
+    """Batch-invariant mode `on`, in the tiles of an engine, or `off`."""
+    return dataclasses.replace(config, is_invariant=mode == "on", row_tile=ROW_TILES[config.target])
 
 
 def cases_of(args: argparse.Namespace) -> list[StepLoad]:
@@ -135,7 +147,7 @@ def run_cell(
 ) -> bool:
     """Writes the line of one case; False where it failed, in which case the line says why."""
     head = {"op": op_of(case), "impl": config.kernels, "case": case.name, "layers": config.model.num_hidden_layers}
-    head["tables"] = "host" if config.engram_on_host else "device"
+    head |= {"tables": "host" if config.engram_on_host else "device", "batch_invariant": config.is_invariant}
     options = dict(text.split("=", 1) for text in args.option)
     head |= {"options": options} if options else {}
     try:

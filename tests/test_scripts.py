@@ -231,8 +231,10 @@ def test_a_chunk_of_a_prompt_has_a_line_and_is_compared_with_a_moved_reference(c
         "bench_steps",
         *("--model", SCRIPTS.parent / "configs/model/tiny.json", "--kernels", "reference", "--layers", 3),
         *("--experts", 4, "--rows", "--prefill", 8, "--contexts", 40, "--turns", 1, "--check"),
+        *("--batch-invariant", "on", "off"),
     )
-    cell, check = [json.loads(line) for line in printed.splitlines()]
+    cell, fast, check = [json.loads(line) for line in printed.splitlines()]
+    assert (cell["batch_invariant"], fast["batch_invariant"]) == (True, False) and fast["case"] == cell["case"]
     assert (cell["op"], cell["case"]) == ("step_prefill", "8 rows of one prompt, context 40")
     assert cell["flops"]["fp8"] > 0 and cell["flops"]["bf16"] > 0 and cell["bound"] is None
     assert check["op"] == "step_check" and check["rel_err"] == 0.0

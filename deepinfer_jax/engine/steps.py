@@ -35,8 +35,8 @@ from deepinfer_jax.sampling.logits import SampleSettings
 
 # A step rounds where the specification says, nowhere else and nowhere less.
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
-# Recorded in graphs on a GPU: XLA's own list. With loops the host waits for no condition of a step and makes the next one
-# ready meanwhile.
+# Recorded in graphs on a GPU: XLA's own list; and loops, so that the host waits for no condition of a step and makes the
+# next one ready meanwhile.
 _RECORDED = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION")
 _LOOPS = ("CONDITIONAL", "WHILE")
 # Nothing is chosen by timing it, which differs between processes, or added in the order of arrival.
@@ -48,7 +48,7 @@ def compiler_options(config: RuntimeConfig) -> dict[str, Any]:
 
     Kernels of a recorded graph that do not read each other's results run side by side. In batch-invariant mode sections
     between barriers leave loops free of each other too, and a graph with two loops side by side does not end (H200):
-    then either loops are not recorded, or one thing runs after the other, as in the reference, which has the most loops.
+    then either loops are not recorded, or all runs in order, as in the reference, which has the most loops.
     What data-parallel devices exchange is recorded too; CUDA refuses graphs with the gathers of context parallelism.
     """
     if config.target != NVIDIA:
