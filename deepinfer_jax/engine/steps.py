@@ -35,8 +35,8 @@ from deepinfer_jax.sampling.logits import SampleSettings
 
 # A step rounds where the specification says, nowhere else and nowhere less.
 COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
-# Recorded in graphs on a GPU: XLA's own list; and loops, so that the host waits for no condition of a step and makes the
-# next one ready meanwhile.
+# Recorded in graphs on a GPU: XLA's own list; and loops, so that the host waits for no condition of a step and makes
+# the next one ready meanwhile.
 _RECORDED = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION")
 _LOOPS = ("CONDITIONAL", "WHILE")
 # Nothing is chosen by timing it, which differs between processes, or added in the order of arrival.
