@@ -189,6 +189,7 @@ def test_demo_shows_code_its_speed_and_an_answer_of_the_schema(call):
     assert set(answer) == {"function", "returns", "num_arguments"}
 
 
+@pytest.mark.slow
 def test_a_decode_step_of_a_rank_has_a_line_for_each_cell(call):
     printed = call(
         "bench_steps",

@@ -31,6 +31,7 @@ def test_tables_on_the_host_give_the_same(tiny_model):
     assert fingerprint(host.params, host.runtime) == fingerprint(device.params, device.runtime)
 
 
+@pytest.mark.slow
 def test_random_tables_go_to_the_host_too(tiny_model):
     engine = tiny.tiny_engine(tiny_model, {**EAGER, **ON_HOST}, load_format="dummy")
     assert kinds(engine) == {"pinned_host"}

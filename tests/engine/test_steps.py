@@ -207,7 +207,8 @@ def test_only_a_gpu_is_asked_for_what_a_gpu_does(engine):
     )
     assert not fast["xla_allow_excess_precision"] and "WHILE" in fast["xla_gpu_enable_command_buffer"].split(",")
     assert "xla_gpu_deterministic_ops" not in fast
-    assert repeatable == fast | {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+    in_order = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+    assert repeatable == fast | {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0} | in_order
     for dp, cp, is_recorded in ((1, 1, False), (2, 1, True), (1, 2, False), (2, 2, False)):
         on_mesh = steps.compiler_options(dataclasses.replace(config, target="nvidia", dp=dp, cp=cp))
         assert ("COLLECTIVES" in on_mesh["xla_gpu_enable_command_buffer"].split(",")) == is_recorded

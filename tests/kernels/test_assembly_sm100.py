@@ -6,24 +6,27 @@ import pytest
 
 from deepinfer_jax.testing import assembly
 
-# One size of each kernel: an op with cases, and the name of the case.
+# One size of each form of each kernel: an op with cases, and the name of the case.
 CASES = [
     ("experts", "decode_128_rows"),
-    ("linear", "wq_b_1_rows"),
     ("linear", "wo_b_128_rows"),
-    ("linear", "wo_b_512_rows"),
     ("linear", "wo_a_128_rows"),
-    ("linear", "head_16_rows"),
     ("linear", "router_16_rows"),
     ("attention", "decode_128_rows"),
     ("indexer", "decode_16_rows_of_65536"),
     ("indexer", "best_512_of_128_rows_of_8192"),
     ("indexer", "best_512_of_16_rows_of_1048576"),
     ("host_rows", "codes_128_rows"),
-    ("host_rows", "scales_1_rows"),
     ("hyper", "expand_and_mix_128_rows"),
     ("hyper", "mix_8_rows"),
     ("hyper", "expand_128_rows"),
+]
+# More sizes.
+SLOW_CASES = [
+    ("linear", "wq_b_1_rows"),
+    ("linear", "wo_b_512_rows"),
+    ("linear", "head_16_rows"),
+    ("host_rows", "scales_1_rows"),
 ]
 
 # What one call of a linear layer starts: quantising rows and the product; for a number of rows that is no multiple of
@@ -41,14 +44,21 @@ needs_assembler = pytest.mark.skipif(assembly.why_not() is not None, reason=str(
 
 
 @functools.cache
-def assembled() -> list[assembly.Assembled]:
-    return assembly.assemble("b200", CASES)
+def assembled(is_slow: bool) -> list[assembly.Assembled]:
+    """A process compiles all of them."""
+    return assembly.assemble("b200", SLOW_CASES if is_slow else CASES)
+
+
+EVERY_CASE = [
+    pytest.param(*case, marks=[pytest.mark.slow] if case in SLOW_CASES else [], id=" ".join(case))
+    for case in CASES + SLOW_CASES
+]
 
 
 @needs_assembler
-@pytest.mark.parametrize("op, case", CASES, ids=[" ".join(case) for case in CASES])
+@pytest.mark.parametrize("op, case", EVERY_CASE)
 def test_kernel_assembles(op, case):
-    kernels = [kernel for kernel in assembled() if (kernel.op, kernel.case) == (op, case)]
+    kernels = [kernel for kernel in assembled((op, case) in SLOW_CASES) if (kernel.op, kernel.case) == (op, case)]
     assert kernels
     for kernel in kernels:
         assert kernel.spill_bytes == 0

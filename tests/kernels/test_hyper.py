@@ -21,7 +21,7 @@ def make(num_rows):
     return cases.make_inputs(jax.random.key(num_rows), num_rows=num_rows, width=WIDTH)
 
 
-SIZES = [1, 5, 16, 33, pytest.param(128, marks=pytest.mark.slow)]
+SIZES = [5, 33, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 16, 128))]
 
 
 def run(kernel, *inputs):

@@ -72,7 +72,7 @@ def test_a_kernel_is_lowered_once_for_all_layers():
     assert text.count("custom_call @mosaic_gpu") == 3 + 5 + 2 * 8 + 1 + 2 + 2 * 3 + 5
 
 
-@pytest.mark.parametrize("context, want", [(256, 0), (16384, 0), (32768, 1)])
+@pytest.mark.parametrize("context, want", [pytest.param(256, 0, marks=pytest.mark.slow), (16384, 0), (32768, 1)])
 def test_keys_of_candidates_are_copied_only_where_they_are_not_all(context, want):
     case = dataclasses.replace(CASE, context=context)
     config, _ = rank_aot.step_of(case)
