@@ -29,6 +29,7 @@ def test_requests_end_at_the_length_of_the_model(agreeing_model, is_async):
     assert [len(plain[0][f"0-{index}"]) for index in range(len(lengths))] == [513 - length for length in lengths]
 
 
+@pytest.mark.slow
 def test_requests_that_lack_pages_are_computed_again(agreeing_model):
     lengths = (60, 63, 64, 65, 120, 10)
     plain = run(tiny.tiny_engine(agreeing_model, **tiny.SCARCE), lengths, 200)

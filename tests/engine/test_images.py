@@ -204,7 +204,7 @@ def test_preempted_requests_encode_their_images_again(tiny_model):
     assert figures(engine, "encoded")[0] > len(names) + 1
 
 
-@pytest.mark.parametrize("is_async", ["0", "1"])
+@pytest.mark.parametrize("is_async", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_table_of_one_place_is_enough(tiny_model, alone, is_async):
     environ = ONE_PLACE | {"DEEPINFER_ZERO_OVERHEAD_SCHEDULING": is_async}
     engine = tiny.tiny_engine(tiny_model, environ, **tiny.SCARCE)

@@ -148,9 +148,7 @@ def _renamed(target: Path, file: str, names: dict[str, str], *, edit: Callable[[
     write_file(found, target / file)
 
 
-@pytest.fixture(
-    params=["weights_released", pytest.param("weights_bf16", marks=pytest.mark.slow)], ids=["released", "unpacked"]
-)
+@pytest.fixture(params=["weights_released", "weights_bf16"], ids=["released", "unpacked"])
 def other_directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A directory of the same layout without the file of prompts, to be given recordings under other names."""
     for name in ("config.json", "tokenizer.json", f"{request.param}.safetensors"):
@@ -158,6 +156,7 @@ def other_directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_other_prompt_names(other_directory: Path):
     _renamed(other_directory, "prefill_light_fp32_noqdq.safetensors", {"p05": "short", "p08": "a.b"})
     report = verify(other_directory, "fp32_noqdq")
