@@ -46,8 +46,8 @@ _REPEATABLE = {"xla_gpu_autotune_level": 0, "xla_gpu_deterministic_ops": True}
 def compiler_options(config: RuntimeConfig) -> dict[str, Any]:
     """What a step of this configuration asks of XLA's compiler.
 
-    Kernels of a recorded graph that do not read each other's results run side by side. In batch-invariant mode sections
-    between barriers leave loops free of each other too, and a graph with two loops side by side does not end (H200):
+    Kernels of a recorded graph that do not read each other's results run side by side. In batch-invariant mode, whose
+    sections stand between barriers, a step with recorded loops as well did not end on an H200 (docs/determinism.md):
     then either loops are not recorded, or all runs in order, as in the reference, which has the most loops.
     What data-parallel devices exchange is recorded too; CUDA refuses graphs with the gathers of context parallelism.
     """

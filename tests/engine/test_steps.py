@@ -274,7 +274,7 @@ def test_no_garbage_is_collected_while_a_step_is_launched(engine):
 @pytest.mark.parametrize("kernels", ["auto", "reference", "mosaic_sm90"])
 @pytest.mark.parametrize("is_invariant", [False, True])
 def test_no_loops_side_by_side_in_the_graphs_of_the_mode(engine, kernels, is_invariant):
-    """A GPU never ends a graph with two loops side by side, which sections between barriers allow."""
+    """Steps with both, and sections between barriers, did not end on an H200 (docs/determinism.md)."""
     config = dataclasses.replace(engine.runtime, target="nvidia", kernels=kernels, is_invariant=is_invariant)
     options = steps.compiler_options(config)
     recorded = options["xla_gpu_enable_command_buffer"].split(",")

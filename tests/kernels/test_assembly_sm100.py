@@ -6,7 +6,7 @@ import pytest
 
 from deepinfer_jax.testing import assembly
 
-# One size of each form of each kernel: an op with cases, and the name of the case.
+# One size of each kernel, or a few: an op with cases, and the name of the case.
 CASES = [
     ("experts", "decode_128_rows"),
     ("linear", "wo_b_128_rows"),
@@ -21,7 +21,7 @@ CASES = [
     ("hyper", "mix_8_rows"),
     ("hyper", "expand_128_rows"),
 ]
-# More sizes.
+# More sizes, some of them in other forms.
 SLOW_CASES = [
     ("linear", "wq_b_1_rows"),
     ("linear", "wo_b_512_rows"),
